@@ -1,7 +1,7 @@
 """How far two processors are apart in each number format: the first batch of each committed record, scored again on this one.
 
 `python scripts/measure_rounding.py` adds this processor, as its environment variables limit it, to docs/rounding.csv. The bounds of
-quicksilver/runs/confirming.py are derived from that file (docs/identity.md).
+quicksilver/runs/run.py are derived from that file (docs/identity.md).
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import pandas as pd
 
 from quicksilver.report.artefacts import find
 from quicksilver.report.reproduction import jobs_of
-from quicksilver.runs import confirming
 from quicksilver.runs.config import compose
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.jobs import RecordIndex
 from quicksilver.runs.parts import build_measurements
-from quicksilver.runs.run import _bench, _threads, plan, store_of
+from quicksilver.runs.run import _bench, _threads, compare, format_of, of_repository, plan, store_of
 from quicksilver.runtime.errors import QuickSilverError
 from quicksilver.runtime.quantized.proving import processor_key
 
@@ -41,17 +40,17 @@ def main() -> int:
             config = job.config or compose(job.overrides)
             try:
                 step = plan([config], place).wanted[0]
-                record = confirming.of_repository("results", step.fingerprint, build_measurements(config.measure))
+                record = of_repository("results", step.fingerprint, build_measurements(config.measure))
                 if record is None or record.fingerprint in found:
                     continue
                 with _threads(config.threads):
                     bench, _ = _bench(config, place, store_of(config))
-                    apart, work = confirming.compare(record, bench)
+                    apart, work = compare(record, bench)
             except QuickSilverError as error:  # a text or a kernel that is not here
                 print(f"{job.name}: {error}", file=sys.stderr)
                 continue
             kernels = "; ".join(one.kernel.partition(" (")[0] for one in bench.modules if one.kernel)
-            found[record.fingerprint] = (confirming.format_of(bench), kernels, apart, work)
+            found[record.fingerprint] = (format_of(bench), kernels, apart, work)
             print(job.name, *found[record.fingerprint], flush=True)
     frame = pd.DataFrame(found.values(), columns=["format", "kernels", "nats", "work"])
     summary = frame.groupby(["format", "kernels"], as_index=False).agg(

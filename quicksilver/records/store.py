@@ -65,7 +65,7 @@ class Store:
         """
         Args:
             records: which count. `any`: all, committed ones first; `checked`: those made on this machine; `own`: of these, those that took no
-                number from a committed one (confirming.py).
+                number from a committed one (runs/run.py).
 
         Raises:
             ConfigError: something at that place that is no folder.

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -18,13 +20,16 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from quicksilver import __version__, numerics
 from quicksilver.measure.measurement import encoded
 from quicksilver.models import parallel
+from quicksilver.records import archive
 from quicksilver.records.blocks import Blocks, SupersededError
-from quicksilver.records.description import CalibrationEntry, DataEntry, DenseTotals, ModelEntry
+from quicksilver.records.description import CalibrationEntry, Confirmed, DataEntry, DenseTotals, ModelEntry
 from quicksilver.records.lease import host_name
-from quicksilver.records.record import CALIBRATIONS, SCHEMA_VERSION, TRACE, WINDOWS, Record
+from quicksilver.records.record import CALIBRATIONS, CHECKSUM, EVENTS, SCHEMA_VERSION, TRACE, WINDOWS, Record, check_files
 from quicksilver.records.store import Draft, Store
 from quicksilver.runs.config import RunConfig
 from quicksilver.runs.context import (
@@ -42,6 +47,7 @@ from quicksilver.runtime.errors import ConfigError
 if TYPE_CHECKING:
     from quicksilver.measure.bench import Bench
     from quicksilver.measure.measurement import Measurement
+    from quicksilver.runtime.module import NumberFormat
     from quicksilver.runtime.run import Execution
 
 _LOADING, _CALIBRATING = 0.03, 0.05  # rough shares of a run's time; the passes share the rest
@@ -398,19 +404,17 @@ def _now() -> str:
 def _measured(bench: Bench, step: Planned, store: Store, draft: Draft, report: _Reporter) -> dict[str, Any]:
     """What goes into record.json of measurements, and the files behind it. records=checked reuses committed quality
     results after checking the first windows here."""
-    from quicksilver.runs import confirming
-
     measurements = build_measurements(step.config.measure)
     there = found = None
     if step.config.records == "checked":
-        there = confirming.of_repository(step.config.results_dir, step.fingerprint, measurements)
+        there = of_repository(step.config.results_dir, step.fingerprint, measurements)
     if there is not None:
         draft.event("confirm")
         report("confirm", _LOADING + _CALIBRATING)
-        found = confirming.confirm(there, bench)
+        found = confirm(there, bench)
     if there is not None and found is not None and found.agrees:
         timed = {name: one for name, one in measurements.items() if one.timed}
-        scalars = confirming.copy_committed_results(there, draft) | _measure(bench, timed, draft, report)
+        scalars = copy_committed_results(there, draft) | _measure(bench, timed, draft, report)
     else:
         scalars = _measure(bench, measurements, draft, report)
         dense = store.get(step.dense) if step.dense is not None else None
@@ -536,3 +540,96 @@ def _describe(step: Planned, context: RunContext, bench: Bench, calibration: Cal
         "identity": identity.to_json(),
         "package": {"version": __version__, "numerics_version": numerics.VERSION},
     }
+
+
+# --- records=checked -------------------------------------------------------------------------------------------------------------
+#
+# The first batch of windows is scored again; where it comes out as in the committed record, only times are measured here. Identity says that
+# weights, text and options are the same; the batch says that this machine and these libraries compute as before.
+
+# By number format, ascending: nats a scored token in any window, and share of the work (a token at its threshold may fall to either side).
+# Three times what scripts/measure_rounding.py found on three emulated processors (docs/identity.md).
+BOUNDS: dict[NumberFormat, tuple[float, float]] = {"float32": (1e-4, 1e-3), "bfloat16": (0.1, 1e-3), "integer": (0.1, 1e-3)}
+_UNNAMED = {"int8_dynamic": "int_mm"}  # what computed records that were made before they said so
+
+
+def of_repository(results_dir: str, fingerprint: str, measurements: Mapping[str, Measurement]) -> Record | None:
+    """The record to compare with; None: there is none that is whole, or a batch of windows does not speak for all that was measured."""
+    if not all(one.timed or one.windows_speak for one in measurements.values()):
+        return None
+    try:
+        record = Store(results_dir).get(fingerprint)
+        if record is None or not record.is_kept:
+            return None
+        check_files(record)
+    except ConfigError:
+        return None  # it is damaged: the run is made as if it were not there
+    return record
+
+
+def format_of(bench: Bench) -> NumberFormat:
+    """The coarsest format that a run computes in: its model's, or one of its modules'."""
+    wide = next(bench.model.parameters()).dtype.itemsize >= 4
+    formats: list[NumberFormat] = ["float32" if wide else "bfloat16", *(one.number_format for one in bench.modules)]
+    return max(formats, key=list(BOUNDS).index)
+
+
+def confirm(record: Record, bench: Bench) -> Confirmed:
+    """Score the first batch as the run does, and compare it window by window with the record."""
+    nats, work = compare(record, bench)
+    number_format = format_of(bench)
+    most_nats, most_work = BOUNDS[number_format]
+    other = _other_kernels(record, bench)
+    if other is not None:
+        said = f"{record.fingerprint}: {other}; measured here as a whole. records=any reads it as it is."
+        print(said, file=sys.stderr, flush=True)
+    return Confirmed(
+        windows=min(bench.protocol.batch_size, len(bench.windows.ids)),
+        of=len(record.windows),
+        largest_difference_nats=nats,
+        agrees=other is None and nats <= most_nats and work <= most_work,
+        number_format=number_format,
+    )
+
+
+def _other_kernels(record: Record, bench: Bench) -> str | None:
+    """That the record was made by a kernel that is not used here, a clause; None: by the same ones."""
+
+    def names(kernels: Iterable[str]) -> set[str]:  # `torch._int_mm` of `torch._int_mm on cpu (AVX512)`
+        return {how.partition(" on ")[0].rstrip("; ") for how in kernels}
+
+    there = {_UNNAMED[name] for name in record.config["modules"] if name in _UNNAMED and name not in record.kernels}
+    there |= names(record.kernels.values())
+    here = names(one.kernel for one in bench.modules if one.kernel is not None)
+    if here <= there:
+        return None
+    gone = "; ".join(sorted(there - here)) or "a kernel that it does not name"
+    return f"the repository's record was made by {gone}, which is not exact or not here, and this machine takes {'; '.join(sorted(here - there))}"
+
+
+def compare(record: Record, bench: Bench) -> tuple[float, float]:
+    """How far the first batch is from the record: the largest difference of a window in nats a token, and that of the work as a share."""
+    from quicksilver.measure.perplexity import score
+
+    count = min(bench.protocol.batch_size, len(bench.windows.ids))
+    scores = score(
+        bench.model, bench.windows.ids[:count], bench.protocol, bench.windows.token_bytes, modules=bench.modules,
+        execution=bench.execution, progress=bench.batches_done, dense=bench.dense.logits if bench.dense and bench.modules else None, decision_layers=bench.decision_layers,
+    )  # fmt: skip
+    here, there = scores.windows, record.windows.iloc[:count]
+    nats = max(
+        float(np.abs(here[column].to_numpy(float) / by - there[column].to_numpy(float) / by).max())
+        for column, by in (("nll_nats", here["tokens"].to_numpy(float)), ("kl_nats", 1.0))
+        if column in here and column in there
+    )
+    done, before = (float(frame["executed_flops"].sum()) for frame in (here, there))
+    return nats, abs(done / before - 1)
+
+
+def copy_committed_results(record: Record, draft: Draft) -> dict[str, Any]:
+    """What the record measured, for a record of this machine; its files are copied into the draft."""
+    for name in record.files:
+        if name != EVENTS:
+            draft.write(name, partial(shutil.copyfile, record.path / name))
+    draft.write(WINDOWS, lambda path: record.windows.to_parquet(path, index=False))
+    return {key: entry for key, entry in record.content.items() if key not in (CHECKSUM, "files", "confirmed", archive.ENTRY)}

@@ -86,13 +86,27 @@ def test_an_entry_that_was_not_measured_is_named(store):
             record.measured(name, result)
 
 
-def test_a_run_that_fails_leaves_nothing(store):
-    def fail(_):
-        raise RuntimeError
+def raising(error: BaseException):
+    def fail(*_):
+        raise error
 
-    with pytest.raises(RuntimeError), store.draft(PRINT) as draft:
-        draft.write("windows.parquet", fail)
+    return fail
+
+
+NO_SPACE = "Error while serializing: I/O error: No space left on device (os error 28)"
+FULL = [OSError(number, os.strerror(number)) for number in (errno.ENOSPC, errno.EDQUOT)] + [SafetensorError(NO_SPACE)]
+
+
+@pytest.mark.parametrize("failure", [RuntimeError(), *FULL], ids=repr)
+def test_a_run_that_fails_leaves_nothing_and_a_full_disk_is_one_message(store, failure):
+    make_record(store, "another run")
+    with pytest.raises((RuntimeError, QuickSilverError)) as caught, store.draft(PRINT) as draft:
+        draft.write("windows.parquet", raising(failure))
+    if failure in FULL:
+        assert f"The disk that holds {store.root} is full." in str(caught.value)
+        assert "Free some space" in str(caught.value)
     assert store.get(PRINT) is None
+    assert store.get(OTHER) is not None
     assert hidden(store) == []
 
 
@@ -115,10 +129,7 @@ def test_what_could_not_be_read_again_is_not_published(store):
 
 
 def test_a_crash_between_the_last_write_and_the_rename_leaves_no_record(store, monkeypatch):
-    def crash(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "rename", crash)
+    monkeypatch.setattr(os, "rename", raising(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         make_record(store)
     monkeypatch.undo()
@@ -206,44 +217,25 @@ def test_a_second_command_waits_for_the_first_and_finds_its_record(store):
     second.join(30)
 
 
-@pytest.mark.parametrize(
-    "failure",
-    [
-        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
-        OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)),
-        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
-    ],
-)
-def test_a_full_disk_is_one_message_and_no_half_record(store, failure):
-    make_record(store, "another run")
+def whole(entries: dict) -> dict:
+    """The entries with the checksum that whoever edits a record by hand would have to make as well."""
+    return {**entries, CHECKSUM: checksum(entries)}
 
-    def full(_):
-        raise failure
 
-    with pytest.raises(QuickSilverError) as caught, store.draft(PRINT) as draft:
-        draft.write("trace.safetensors", full)
-    message = str(caught.value)
-    assert "is full" in message
-    assert str(store.root) in message
-    assert "Free some space" in message
-    assert store.get(PRINT) is None
-    assert store.get(OTHER) is not None
-    assert hidden(store) == []
+def overwritten(content: str | bytes, name: str = "record.json"):
+    return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 DAMAGE = {
     "no record.json": (lambda p: (p / "record.json").unlink(), "it has no record.json"),
-    "cut short": (lambda p: (p / "record.json").write_text('{"schema_version": 1, '), "record.json is damaged"),
-    "not text": (lambda p: (p / "record.json").write_bytes(b"\xff\xfe\x00"), "record.json is damaged"),
-    "not an object": (lambda p: (p / "record.json").write_text("[]"), "no schema_version"),
-    "another run's": (
-        lambda p: (p / "record.json").write_text(json.dumps(whole(content("another run", files={})))),
-        f"belongs to the run {OTHER}",
-    ),
+    "cut short": (overwritten('{"schema_version": 1, '), "record.json is damaged"),
+    "not text": (overwritten(b"\xff\xfe\x00"), "record.json is damaged"),
+    "not an object": (overwritten("[]"), "no schema_version"),
+    "another run's": (overwritten(json.dumps(whole(content("another run", files={})))), f"belongs to the run {OTHER}"),
     "a lost file": (lambda p: (p / "windows.parquet").unlink(), "windows.parquet is missing"),
-    "a torn file": (lambda p: (p / "windows.parquet").write_bytes(b"PAR1"), "windows.parquet is cut short"),
+    "a torn file": (overwritten("PAR1", "windows.parquet"), "windows.parquet is cut short"),
     "another schema": (
-        lambda p: (p / "record.json").write_text(json.dumps(content() | {"schema_version": 99})),
+        overwritten('{"schema_version": 99}'),
         "a record of schema 99 and this version of QuickSilver reads schema 4",
     ),
 }
@@ -299,11 +291,6 @@ def test_a_record_names_its_dense_one_or_says_that_it_is_gone(tmp_path):
 
 
 # --- numbers that cannot be so ----------------------------------------------------------------------------------------------------
-
-
-def whole(entries: dict) -> dict:
-    """The entries with the checksum that whoever edits a record by hand would have to make as well."""
-    return {**entries, CHECKSUM: checksum(entries)}
 
 
 EDITS = {

@@ -7,12 +7,9 @@ results/runs/<fingerprint>/
     signals.safetensors what happened to each token of a few texts, layer by layer (with measure.signals)
     events.jsonl        what happened when
 
-Of a record that the repository keeps (results/records, keeping.py) record.json and windows.parquet lie with those of all others
-(archive.py), further files are there only as far as something reads them, and safetensors files are packed by xz: trace.safetensors.xz.
-`load_record` and `Record` read both.
-
-A record is believed only as far as it can be checked: record.json carries a checksum of itself and digests of the other files, what is
-read is typed and finite, and totals that contradict each other are refused.
+Of committed records (results/records, archive.py) record.json and windows.parquet lie in two files for all; further files are there where
+something reads them, safetensors files packed by xz. `load_record` and `Record` read both kinds. What is read is checked: record.json against its
+checksum, other files against their digests, values against their types, totals against each other.
 """
 
 from __future__ import annotations
@@ -26,6 +23,7 @@ import os
 import re
 import shutil
 import tempfile
+import typing
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -123,11 +121,7 @@ class Record:
         return any(how.startswith("float products") for how in self.kernels.values())
 
     def measured(self, name: str, result: type[R]) -> R:
-        """What a measurement found.
-
-        Args:
-            name: of the measurement in the config.
-            result: the class of its result.
+        """What the measurement of that name in the config found, as the class of its result.
 
         Raises:
             ConfigError: it was not measured in this run, or what is there is not what the class says.
@@ -173,8 +167,7 @@ class Record:
     def flops(self, ledger: str) -> int | None:
         """Operations in a ledger: `executed`, `nominal`, `paper` or `signal`, each with `prompt_` before it under `continuation`; None: the
         protocol has no prompt."""
-        count: int | None = getattr(self.quality, f"{ledger}_flops")
-        return count
+        return typing.cast("int | None", getattr(self.quality, f"{ledger}_flops"))
 
     def flops_saved_pct(self, ledger: str) -> float | None:
         """Percent of the dense run's operations that are gone; None in a dense record, and of a prompt where the protocol has none."""
@@ -477,11 +470,9 @@ def _corrupt(folder: Path, why: str) -> ConfigError:
 
 
 def record_frame(results_dir: Path | str) -> pd.DataFrame:
-    """All records below `results_dir`, one row each.
+    """All records below `results_dir`, one row each, by fingerprint, in order of their start.
 
-    Nested entries are joined with dots (`latency_ms.median`, `config.model.name`), lists are left out, and so is `identity`, which
-    repeats the configuration. The index is the
-    fingerprint, rows are in order of their start.
+    Nested entries are joined with dots (`latency_ms.median`, `config.model.name`); lists and `identity` are left out.
 
     Raises:
         ConfigError: a directory there is not a whole record.

@@ -23,12 +23,9 @@ from quicksilver.runtime.errors import ConfigError
 NUMBERS, NEW_NUMBERS = "numbers.json", 20  # it is written anew once it lacks so many
 STATES = ("done", "running", "failed", "waiting")
 _NUMBERS = {
-    "ppl": "perplexity",
-    "delta_ppl_pct": "Δ to dense, %",
-    "kl_nats": "KL, nats",
-    "executed_flops_saved_pct": "executed FLOPs saved, %",
+    "ppl": "perplexity", "delta_ppl_pct": "Δ to dense, %", "kl_nats": "KL, nats", "executed_flops_saved_pct": "executed FLOPs saved, %",
     "seconds": "took, s",
-}
+}  # fmt: skip
 
 
 class Board:
@@ -58,15 +55,16 @@ class Board:
 
     def _row(self, state: RunState) -> dict[str, Any]:
         failure = state.failure
-        return {
+        row = {
             "number": state.run.number,
             "state": state.state,
-            "settings": dict(text.partition("=")[::2] for text in state.run.differing),
-            "where": "; ".join(told(*one) for one in state.making) or failure.get("host"),
-            "since": state.making[0][0].since if state.making else failure.get("time"),
-            "error": failure.get("error"),
             "fingerprint": state.run.fingerprint,
+            "error": failure.get("error"),
         }
+        row["settings"] = dict(text.partition("=")[::2] for text in state.run.differing)
+        row["where"] = "; ".join(told(*one) for one in state.making) or failure.get("host")
+        row["since"] = state.making[0][0].since if state.making else failure.get("time")
+        return row
 
     def _numbers(self, folder: Path | None) -> dict[str, Any]:
         """Those of the record in that folder; of one that cannot be read, its `error`."""

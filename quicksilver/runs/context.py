@@ -339,11 +339,7 @@ def environment(other_runs: Sequence[str] = ()) -> EnvironmentEntry:
     from quicksilver.runtime.quantized.kernels import processor
 
     return EnvironmentEntry(
-        python=platform.python_version(),
-        torch=torch.__version__,
-        transformers=transformers.__version__,
-        platform=platform.platform(),
-        cpu=processor(),
+        platform.python_version(), torch.__version__, transformers.__version__, platform.platform(), processor(),
         cores=os.cpu_count(),
         threads=torch.get_num_threads(),
         memory_bytes=psutil.virtual_memory().total,
@@ -351,7 +347,7 @@ def environment(other_runs: Sequence[str] = ()) -> EnvironmentEntry:
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         other_runs=list(other_runs),
         job=job(),
-    )
+    )  # fmt: skip
 
 
 def job() -> str | None:

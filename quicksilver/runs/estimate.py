@@ -252,11 +252,9 @@ def table(found: Sequence[Estimate]) -> str:
     if not found:
         return "Every run has its record: nothing would run."
     lines = [f"{'run':<64} {'PFLOP':>8} {'hours':>8} {'memory':>10} {'record':>10}"]
-    lines += [
-        f"{one.label[:64]:<64} {one.flops / 1e15:>8.3g} {one.seconds / 3600:>8.3g} {gibibytes(one.memory_bytes):>10} "
-        f"{gibibytes(one.disk_bytes):>10}"
-        for one in found
-    ]
+    for one in found:
+        work = f"{one.flops / 1e15:>8.3g} {one.seconds / 3600:>8.3g}"
+        lines.append(f"{one.label[:64]:<64} {work} {gibibytes(one.memory_bytes):>10} {gibibytes(one.disk_bytes):>10}")
     memory, disk, here = max(one.memory_bytes for one in found), sum(one.disk_bytes for one in found), memory_bytes()
     lines.append(
         f"{len(found)} runs: about {_hours(found):.3g} hours on this machine, {gibibytes(memory)} of memory, {gibibytes(disk)} of records on "

@@ -235,10 +235,8 @@ class RecordIndex:
 
     def put(self, overrides: Sequence[str], config: RunConfig, answer: Answer) -> None:
         """Remember; where model, text or modules are not those of the package, for `index` alone."""
-        ours = all(
-            str(entry.get("_target_", "")).startswith("quicksilver.") and not entry.get("calibration")
-            for entry in config.modules.values()
-        )
+        entries = config.modules.values()
+        ours = all(str(one.get("_target_", "")).startswith("quicksilver.") and not one.get("calibration") for one in entries)
         fingerprint = answer.record.fingerprint if answer.record is not None else answer.fingerprint
         kept: dict[str, Any] = {"fingerprint": fingerprint} if fingerprint is not None else {"reason": answer.reason}
         if not (config.model.path.startswith("embedded:") and config.dataset.reader == "pydoc" and ours):

@@ -130,14 +130,8 @@ def waiting_jobs(log_dir: Path) -> int:
     ours = {path.name.partition("_")[0] for path in log_dir.glob("[0-9]*")}
     if not ours or shutil.which("squeue") is None:
         return 0
-    asks = [
-        "squeue",
-        "--noheader",
-        "--array",
-        "--states=PENDING,CONFIGURING,REQUEUED",
-        f"--user={getpass.getuser()}",
-        "--format=%F",
-    ]
+    states = "--states=PENDING,CONFIGURING,REQUEUED"
+    asks = ["squeue", "--noheader", "--array", states, f"--user={getpass.getuser()}", "--format=%F"]
     with suppress(OSError, subprocess.TimeoutExpired):
         answer = subprocess.run(asks, capture_output=True, text=True, timeout=20)
         return sum(job.strip() in ours for job in answer.stdout.splitlines())

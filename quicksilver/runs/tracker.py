@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from quicksilver.runs.config import TrackerConfig
 
-
 BLOCKS = 40  # points of a curve
 SO_FAR = "so_far/"
 

@@ -1,18 +1,29 @@
-"""Many records in two files: each is read back as it was written, and what was changed is not believed."""
+"""Committed records: many in two files, read back as they were written, small, first to be found, and not believed once changed."""
 
 from __future__ import annotations
 
 import io
 import json
+import lzma
+import shutil
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 
 from quicksilver.records import archive
+from quicksilver.records.keeping import commit_records
+from quicksilver.records.record import PACKED, PACKED_TRACE, SIGNALS, TRACE, check_files, load_record, record_frame
+from quicksilver.records.store import KEPT, Store
+from quicksilver.runs.config import compose
+from quicksilver.runs.jobs import INDEX, Answer, RecordIndex
+from quicksilver.runs.run import ensure, plan, store_of
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.trace import Trace
 
 KINDS = ("int64", "float64", "Int64", "object")
 
@@ -102,3 +113,209 @@ def test_columns_are_read_back_as_they_were_whatever_their_kind(columns, tmp_pat
     content = archive.columns_of(path, columns)
     pd.testing.assert_frame_equal(pd.read_parquet(io.BytesIO(content)), pd.read_parquet(path)[columns])
     assert len(content) < path.stat().st_size
+
+
+# --- records of runs that are committed -------------------------------------------------------------------------------------------
+
+HALTING = ["modules=[halting]", "modules.halting.tau_entropy=null", "modules.halting.tau_drift=0.9"]
+
+
+@pytest.fixture(scope="module")
+def made(world, tmp_path_factory):
+    words = [*world, *HALTING, f"results_dir={tmp_path_factory.mktemp('made') / 'results'}"]
+    config = compose(words)
+    (record,) = ensure([config])
+    return config, record, words
+
+
+def test_a_kept_record_is_whole_without_what_is_large_and_comes_first(made) -> None:
+    config, record, words = made
+    store = Store(config.results_dir)
+    kept = commit_records(store, {record.fingerprint: set()})
+    assert {path.name for path in kept} == {record.fingerprint, record.dense_fingerprint}
+    again = load_record(store.root / KEPT / record.fingerprint)
+    check_files(again)
+    assert again.trace_path is None
+    assert TRACE in again.content["left_out"]
+    assert str(store.root) not in archive.text(store.root / KEPT, record.fingerprint)
+    assert again.quality == record.quality
+    pd.testing.assert_frame_equal(again.windows, record.windows, check_exact=True)
+    assert (again.is_kept, record.is_kept) == (True, False)
+    assert not again.path.exists()  # nothing of it is large enough for a folder of its own
+    content = files_below(store.root / KEPT)
+    assert sum(map(len, content.values())) < 0.5 * sum(map(len, files_below(store.runs).values()))
+    commit_records(store, {record.fingerprint: set()})
+    assert files_below(store.root / KEPT) == content
+    assert store.get(record.fingerprint).path.parent.name == KEPT
+    assert store_of(compose([*words, "records=own"])).get(record.fingerprint).path.parent.name == "runs"
+    assert set(record_frame(config.results_dir).index) == {record.fingerprint, record.dense_fingerprint}
+
+
+def test_records_are_not_replaced_where_something_else_lies_among_them(made, tmp_path) -> None:
+    config, record, _ = made
+    store = Store(shutil.copytree(config.results_dir, tmp_path / "results"))
+    commit_records(store, {record.fingerprint: {TRACE}})
+    kept = store.root / KEPT
+    for name in ("notes.txt", f"{record.fingerprint}/notes.txt", "calibration/notes.txt", ".git/config"):
+        (kept / name).parent.mkdir(exist_ok=True)
+        (kept / name).write_text("mine")
+        before = files_below(store.root)
+        with pytest.raises(ConfigError, match=r"none of the repository's records.*move it away"):
+            commit_records(store, {record.fingerprint: set()})
+        assert files_below(store.root) == before
+        (kept / name).unlink()
+    commit_records(store, {record.fingerprint: {TRACE}})
+    (kept / "link").symlink_to(store.runs)
+    with pytest.raises(ConfigError, match="link"):
+        commit_records(store, {record.fingerprint: set()})
+    (kept / "link").unlink()
+    kept.rename(store.root / "elsewhere")
+    kept.symlink_to(store.root / "elsewhere")
+    before = files_below(store.root / "elsewhere")
+    with pytest.raises(ConfigError, match="is a link to"):
+        commit_records(store, {record.fingerprint: set()})
+    assert files_below(store.root / "elsewhere") == before
+
+
+def files_below(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_kept_record_as_a_folder_has_what_the_run_wrote(made) -> None:
+    config, record, _ = made
+    store = Store(config.results_dir)
+    commit_records(store, {record.fingerprint: {TRACE}})
+    with load_record(store.root / KEPT / record.fingerprint).folder() as folder:
+        assert {path.name for path in folder.iterdir()} == {"record.json", "windows.parquet", PACKED_TRACE}
+        assert json.loads((folder / "record.json").read_text())["fingerprint"] == record.fingerprint
+        assert pd.read_parquet(folder / "windows.parquet").equals(record.windows)
+    assert not folder.exists()
+    with record.folder() as folder:
+        assert folder == record.path
+
+
+def test_a_trace_that_is_drawn_is_kept_packed_and_reads_as_before(made) -> None:
+    config, record, _ = made
+    store = Store(config.results_dir)
+    whole, size = Trace.load(record.trace_path), record.trace_path.stat().st_size
+    away = store.root / "away"
+    for runs in (store.runs, away):  # from runs/, and again from records/ where the runs are gone
+        commit_records(store, {record.fingerprint: {TRACE}})
+        kept = load_record(store.root / KEPT / record.fingerprint)
+        check_files(kept)
+        assert kept.trace_path is not None
+        assert kept.trace_path.name == PACKED_TRACE
+        assert kept.trace_path.stat().st_size < 0.5 * size
+        assert TRACE not in kept.content["left_out"]
+        for one, other in zip(Trace.load(kept.trace_path).passes, whole.passes, strict=True):
+            assert torch.equal(one.halt_layer, other.halt_layer)
+        if runs.exists():
+            runs.rename(away)
+    away.rename(store.runs)
+    kept.trace_path.write_bytes(b"not packed")
+    with pytest.raises(ConfigError, match="not a readable trace"):
+        Trace.load(kept.trace_path)
+
+
+@pytest.fixture(scope="module")
+def looked_into(world, tmp_path_factory):
+    """A run that looked into two sentences, and its store."""
+    results = tmp_path_factory.mktemp("signals") / "results"
+    words = [word for word in world if not word.startswith("measure")]
+    words += ["measure=signals", "measure.signals.sentences=['abc de','hg abc']", "measure.signals.windows=0"]
+    (record,) = ensure([compose([*words, *HALTING, f"results_dir={results}"])])
+    return Store(results), record
+
+
+def test_of_a_file_the_parts_that_are_read_are_kept_to_the_last_digit(looked_into) -> None:
+    store, record = looked_into
+    whole, some = record.signals(0), record.signals(1)[["layer", "slot", "token", "active", "drift_l2"]]
+    arrays = load_file(record.path / SIGNALS)
+    for _ in range(2):  # from runs/, then a second time over what was kept
+        commit_records(store, {record.fingerprint: {f"{SIGNALS}:0.*", f"{SIGNALS}:1.run.active", f"{SIGNALS}:1.run.drift_l2"}})
+        kept = load_record(store.root / KEPT / record.fingerprint)
+        check_files(kept)
+        pd.testing.assert_frame_equal(kept.signals(0), whole)
+        pd.testing.assert_frame_equal(kept.signals(1), some)
+        assert f"{SIGNALS}:1.run.state_norm" in kept.content["left_out"]
+        assert all(np.array_equal(array, arrays[name], equal_nan=True) for name, array in kept.arrays(SIGNALS).items())
+        content = {path.name: path.read_bytes() for path in kept.path.iterdir()}
+        if store.runs.exists():
+            store.runs.rename(store.root / "away")
+    (store.root / "away").rename(store.runs)
+    commit_records(store, {record.fingerprint: {f"{SIGNALS}:0.*", f"{SIGNALS}:1.run.active", f"{SIGNALS}:1.run.drift_l2"}})
+    assert {path.name: path.read_bytes() for path in kept.path.iterdir()} == content
+    commit_records(store, {record.fingerprint: {f"{SIGNALS}:0.*"}})
+    kept = load_record(store.root / KEPT / record.fingerprint)
+    assert (kept.texts_with_signals, record.texts_with_signals) == ([0], [0, 1])
+    with pytest.raises(ConfigError, match="signals of text 1: make the run with records=own"):
+        kept.signals(1)
+    commit_records(store, {record.fingerprint: set()})
+    kept = load_record(store.root / KEPT / record.fingerprint)
+    assert kept.texts_with_signals == []
+    with pytest.raises(ConfigError, match="has no signals.safetensors"):
+        kept.arrays(SIGNALS)
+
+
+def test_a_record_of_which_much_is_read_is_passed_over(looked_into, monkeypatch) -> None:
+    store, record = looked_into
+    commit_records(store, {record.fingerprint: {SIGNALS}})
+    whole = (store.root / KEPT / record.fingerprint / f"{SIGNALS}{PACKED}").stat().st_size
+    monkeypatch.setattr("quicksilver.records.keeping._LARGE_BYTES", whole - 1)
+    assert len(commit_records(store, {record.fingerprint: {f"{SIGNALS}:1.run.active"}})) == 2
+    assert [path.name for path in commit_records(store, {record.fingerprint: {SIGNALS}})] == [record.dense_fingerprint]
+
+
+def test_a_clone_without_runs_runs_nothing_unless_it_is_asked_to(made, tmp_path) -> None:
+    config, record, words = made
+    commit_records(Store(config.results_dir), {record.fingerprint: set()})
+    clone = tmp_path / "results"
+    clone.mkdir()
+    (Store(config.results_dir).root / KEPT).rename(clone / KEPT)
+    words = [word for word in words if not word.startswith("results_dir=")]
+    here = [*words, f"results_dir={clone}"]
+    assert [step.done for step in plan([compose(here)]).steps] == [True, True]
+    assert [step.done for step in plan([compose([*here, "records=own"])]).steps] == [False, False]
+    assert compose(here).identity() == compose([*here, "records=own"]).identity()
+
+
+def test_a_kept_record_that_was_changed_is_refused(made) -> None:
+    config, record, _ = made
+    store = Store(config.results_dir)
+    commit_records(store, {record.fingerprint: set()})
+    path = store.root / KEPT / archive.RECORDS
+    lines = [json.loads(line) | {"ppl": 1.0} for line in lzma.decompress(path.read_bytes()).splitlines()]
+    path.write_bytes(archive.packed("\n".join(json.dumps(line, separators=(",", ":")) for line in lines).encode()))
+    with pytest.raises(ConfigError, match="checksum"):
+        store.get(record.fingerprint)
+    with pytest.raises(ConfigError):
+        commit_records(store, {"0" * 20: set()})
+
+
+def test_a_clone_finds_kept_records_of_texts_that_it_does_not_have(made, tmp_path, monkeypatch) -> None:
+    config, record, _ = made
+    monkeypatch.delenv("QUICKSILVER_DATA", raising=False)
+    store = Store(config.results_dir)
+    commit_records(store, {record.fingerprint: set()})
+    asked = ["dataset=elsewhere"]
+    answers = RecordIndex(store.root)
+    answers.put(asked, config, Answer(record))
+    answers.put(["dataset=forgotten"], config, Answer(fingerprint="0" * 20))
+    assert answers.get(asked) is None  # the text may have changed: it is looked at every time
+    index = answers.index()
+    assert len(index["answers"]) == 2
+    clone = tmp_path / "results"
+    shutil.copytree(store.root / KEPT, clone / KEPT)
+    (clone / INDEX).write_text(json.dumps(index))
+    found = RecordIndex(clone).get(asked)
+    assert found is not None
+    assert found.record.fingerprint == record.fingerprint
+    lacking = RecordIndex(clone).get(["dataset=forgotten"])
+    assert lacking is not None
+    assert lacking.record is None  # known not to be here: nothing is composed to find that out
+    assert RecordIndex(clone, "own").get(asked) is None
+    monkeypatch.setenv("QUICKSILVER_DATA", str(tmp_path))
+    assert RecordIndex(clone).get(asked) is None  # a text that is at hand is what counts
+    monkeypatch.delenv("QUICKSILVER_DATA")
+    (clone / INDEX).write_text(json.dumps(index | {"stamp": "of another version"}))
+    assert RecordIndex(clone).get(asked) is None

@@ -1,22 +1,26 @@
-"""Every key of a run × values of the wrong kind: a ConfigError of one line that names the key, or a value that the key may have."""
+"""Every key of a run, and public calls, × values of the wrong kind: an error of one line, or a value that may stand there."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import thinning
+import tiny
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from quicksilver.measure.perplexity import Protocol
+from quicksilver.modules import Halting, Replay, Schedule
 from quicksilver.runs.choices import files_stamp
 from quicksilver.runs.composing import composed, quoted
-from quicksilver.runs.config import run_config
+from quicksilver.runs.config import compose, run_config
 from quicksilver.runs.parts import build_modules
+from quicksilver.runtime import QuickSilverError, Trace, apply
 from quicksilver.runtime.errors import ConfigError
 
 MODULES = ("halting_attention", "kv_skipping", "token_fusion", "adaptive_quantization")
@@ -90,3 +94,30 @@ def fits(config: DictConfig, key: str, value: Any) -> bool:
 def test_an_empty_place_is_refused_or_means_none(key: str, value: str) -> None:
     said = refusal(base(), key, value)
     assert said is None or key in said
+
+
+# --- public calls ---------------------------------------------------------------------------------------------------------------
+
+WRONG_ARGUMENTS: list[Any] = ["0.2", "abc", None, float("nan"), -1, True, {}, object()]
+CALLS: dict[str, Callable[[Any], object]] = {
+    "from_preset of a share": lambda value: Halting.from_preset(tiny.load("gpt2"), save=value),
+    "from_preset of a length": lambda value: Halting.from_preset(tiny.load("gpt2"), save=0.2, prompt_tokens=value),
+    "from_preset of a model": lambda value: Halting.from_preset(value, save=0.2),
+    "a model": lambda value: apply(value, []),
+    "an execution": lambda value: apply(tiny.load("gpt2"), [], execution=value),
+    "a trace": Replay,
+    "a file": Trace.load,
+    "a schedule": lambda value: Schedule(value, 0.1, 3),
+    "a protocol": Protocol,
+    "a length": lambda value: Protocol("all", window_tokens=value),
+    "overrides": compose,
+    "an override": lambda value: compose([value]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_argument_of_the_wrong_kind_is_refused_in_one_line(call: str) -> None:
+    for value in WRONG_ARGUMENTS:
+        with pytest.raises(QuickSilverError) as raised:
+            CALLS[call](value)
+        assert "\n" not in str(raised.value)

@@ -10,13 +10,14 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 
 from quicksilver.records.record import Record
-from quicksilver.report.artefacts import Outcome, Row, find
+from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figure import GREY, PALETTE, Figure, panels, style
 
-from . import fused_tokens, kv_entries, sentences
+from .. import drawing as draw
+from . import bit_widths, sentences, skipped_and_fused
+from .halting import curves
 
 READS = sentences.READ
 TEXT = sentences.SENTENCE
@@ -36,26 +37,24 @@ KINDS: dict[str, tuple[str, str, Any, str]] = {
 
 def rows() -> list[Row]:
     """The runs of figures 9, 10, 11 and 13."""
-    return [sentences.overridden(), sentences.everything(), fused_tokens.fusing(), sentences.quantization()]
+    return [sentences.overridden(), sentences.everything(), sentences.fusing(), sentences.quantization()]
 
 
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Two by two; the token axes are the same sentence."""
-    records = {key: sentences.measured(outcomes, key)[1] for key in PANELS}
+    records = {key: sentences.measured(outcomes, key) for key in PANELS}
     tokens = sentences.labels(records["fusing"].texts[TEXT].tokens)
     with style():
         drawing, axes = panels(2, 2, size=(11, 7.4))
-        frames = [
-            _halting(axes[0, 0], records["overridden"]),
-            _entries(axes[0, 1], records["all four"]),
-            _lives(axes[1, 0], records["fusing"]),
-            _widths(axes[1, 1], records["quantization"]),
-        ]
-        for axis, title in zip(axes.flat, PANELS.values(), strict=True):
+        frames = []
+        for axis, (key, title), panel in zip(axes.flat, PANELS.items(), (_halting, _entries, _lives, _widths), strict=True):
+            frame, handles = panel(axis, records[key])
+            frames.append(frame.assign(panel=key))
+            draw.legend_above(axis, handles, ncols=3 if key in ("overridden", "fusing") else 4, borderaxespad=0.2)
             axis.set_title(title, weight="bold", pad=18)
-        for axis in axes.flat[1:]:
-            axis.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=5)
-            axis.set(xlabel="token", ylabel="layer")
+            if key != "overridden":
+                draw.labels_below(axis, tokens, 5)
+                axis.set(xlabel="token", ylabel="layer")
     caption = sentences.caption(
         outcomes,
         TEXT,
@@ -64,93 +63,45 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         "Bit-widths by entropy, decided at half the depth. Figures 9, 10, 11 and 13 show the panels larger, with their "
         "thresholds.",
     )
-    frame = pd.concat([one.assign(panel=key) for key, one in zip(PANELS, frames, strict=True)], ignore_index=True)
-    return Figure(name, "Figure 2: the mechanisms on one sentence", frame, drawing, caption)
+    return Figure(name, "Figure 2: the mechanisms on one sentence", pd.concat(frames, ignore_index=True), drawing, caption)
 
 
-def _halting(axes: Axes, record: Record) -> pd.DataFrame:
-    frame = find("figure", "9").experiment.curves(record)  # type: ignore[attr-defined]
-    for kind, (colour, marker, dash, _) in KINDS.items():
-        for _, token in frame[frame["kind"] == kind].groupby("slot"):
-            gone = token[token["layer"] <= token["halts_after_layer"]]
-            axes.plot(
-                gone["layer"],
-                gone["drift_relative"],
-                color=colour,
-                linestyle=dash,
-                linewidth=0.8,
-                marker="",
-                alpha=0.5 if kind == "full" else 0.9,
-            )
+def _halting(axes: Axes, record: Record) -> tuple[pd.DataFrame, list[Any]]:
+    frame, handles = curves(record), []
+    for kind, (colour, marker, dash, words) in KINDS.items():
+        members = frame[frame["kind"] == kind]
+        for _, token in members.groupby("slot"):
+            x, y = (token.loc[token["layer"] <= token["halts_after_layer"], name] for name in ("layer", "drift_relative"))
+            draw.line(axes, x, y, color=colour, linestyle=dash, linewidth=0.8, alpha=0.5 if kind == "full" else 0.9)
             if kind != "full":
-                axes.plot(
-                    gone["layer"].iloc[-1:],
-                    gone["drift_relative"].iloc[-1:],
-                    color=colour,
-                    marker=marker,
-                    markersize=4.5,
-                    markeredgecolor="white",
-                )
+                end: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 4.5, "markeredgecolor": "white"}
+                axes.plot(x.iloc[-1:], y.iloc[-1:], **end)
+        look = {"color": colour, "linestyle": dash, "marker": marker, "markersize": 4.5, "linewidth": 1}
+        handles.append(draw.line_key(f"{words} ({members['slot'].nunique()})", **look))
     axes.set(xlabel="layer", ylabel="relative drift (ratio)", yscale="log", xlim=(1.5, record.model.layers + 0.5))
     axes.set_yticks([0.1, 0.2, 0.5], ["0.1", "0.2", "0.5"])
     axes.minorticks_off()
-    counts = frame.groupby("kind")["slot"].nunique()
-    handles = [
-        Line2D(
-            [],
-            [],
-            color=colour,
-            linestyle=dash,
-            marker=marker,
-            markersize=4.5,
-            linewidth=1,
-            label=f"{words} ({counts.get(kind, 0)})",
-        )
-        for kind, (colour, marker, dash, words) in KINDS.items()
-    ]
-    axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, borderaxespad=0.2)
-    return frame[["layer", "slot", "token", "kind", "drift_relative"]]
+    return frame[["layer", "slot", "token", "kind", "drift_relative"]], handles
 
 
-def _entries(axes: Axes, record: Record) -> pd.DataFrame:
+def _entries(axes: Axes, record: Record) -> tuple[pd.DataFrame, list[Any]]:
     signals = record.signals(TEXT)
-    frame = signals.loc[signals["layer"] > 0, ["layer", "slot", "token"]].assign(entry=kv_entries.entries(signals))
-    kv_entries.draw_entries(axes, sentences.layers(frame, "entry"))
-    axes.legend(
-        handles=kv_entries.entries_legend(frame["entry"], short=True),
-        loc="lower left",
-        bbox_to_anchor=(0, 1.0),
-        ncols=4,
-        borderaxespad=0.2,
-    )
-    return frame
+    frame = sentences.in_layers(signals).assign(entry=skipped_and_fused.entries(signals))
+    skipped_and_fused.draw_entries(axes, sentences.layers(frame, "entry"))
+    return frame, list(skipped_and_fused.entries_keys(frame["entry"], short=True))
 
 
-def _lives(axes: Axes, record: Record) -> pd.DataFrame:
+def _lives(axes: Axes, record: Record) -> tuple[pd.DataFrame, list[Any]]:
     signals = record.signals(TEXT)
-    frame = fused_tokens.lives(signals)
-    fused_tokens.draw_lives(axes, signals, range(len(frame)), across=False)
-    axes.legend(
-        handles=fused_tokens.lives_legend(short=True), loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, borderaxespad=0.2
-    )
-    return frame.rename(columns={"until": "layer"})
+    frame = skipped_and_fused.lives(signals)
+    skipped_and_fused.draw_lives(axes, signals, range(len(frame)), across=False)
+    return frame.rename(columns={"until": "layer"}), list(skipped_and_fused.lives_keys(short=True))
 
 
-def _widths(axes: Axes, record: Record) -> pd.DataFrame:
+def _widths(axes: Axes, record: Record) -> tuple[pd.DataFrame, list[Any]]:
     signals = record.signals(TEXT)
-    frame = signals.loc[signals["layer"] > 0, ["layer", "slot", "token", "bits", "entropy_nats"]].assign(
-        held=sentences.held(signals)
-    )
+    frame = sentences.in_layers(signals, "bits", "entropy_nats").assign(held=bit_widths.held(signals))
     states = sentences.layers(frame, "held")
-    n_layers, n_tokens = states.shape
-    sentences.draw_held(axes, states, origin="lower", extent=(-0.5, n_tokens - 0.5, 0.5, n_layers + 0.5))
-    for edge in range(1, n_tokens):
-        axes.axvline(edge - 0.5, color="white", linewidth=0.4, linestyle="-", marker="")
-    axes.legend(
-        handles=sentences.held_legend(frame["held"], record.model.dtype),
-        loc="lower left",
-        bbox_to_anchor=(0, 1.0),
-        ncols=4,
-        borderaxespad=0.2,
-    )
-    return frame
+    bit_widths.draw_held_upwards(axes, states)
+    draw.separate_columns(axes, states.shape[1])
+    return frame, list(bit_widths.held_keys(frame["held"], record.model.dtype))

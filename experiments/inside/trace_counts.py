@@ -1,19 +1,30 @@
-"""What became of the tokens of a run, window by window and layer by layer, counted from its trace."""
+"""What became of the tokens of a run, counted from its trace: Figure 4 (the decision tree) and the decay of active tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
 
-from quicksilver.records.record import Record
+from quicksilver.records.record import TRACE, Record
 from quicksilver.records.stats import bootstrap
-from quicksilver.report.claims.reported import Estimate
+from quicksilver.report.artefacts import Outcome, Row, artefact, find
+from quicksilver.report.claims.ledger import AnsweredBy
+from quicksilver.report.claims.reported import Estimate, reported
+from quicksilver.report.figure import DASHES, GREY, HATCHES, MARKERS, PALETTE, Figure, legend_below, panels, style
+from quicksilver.report.provenance import notes
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.trace import PassTrace, Trace
 
+from .. import drawing as draw
+from . import sentences
+
 WIDTHS = (2, 4, 8)
+PANEL, HALTING, ALL_FOUR = "continuation", "isolated.halting", "cumulative.quantization"  # rows of Table 11
 
 
 def by_layer(record: Record) -> pd.DataFrame:
@@ -25,21 +36,20 @@ def by_layer(record: Record) -> pd.DataFrame:
     Raises:
         ConfigError: the record has no trace.
     """
-    rows = []
+    frames = []
     for window, part, one in _passes(record):
         for layer in range(one.n_layers):
             active, carried, bits = one.active(layer), one.valid & (one.fused_layer < layer), one.bits(layer)
-            counts = {
-                **{"tokens": one.valid, "active": active, "halted": one.valid & ~active & ~carried, "carried": carried},
-                **{"kv": one.kv_present(layer), **{f"bits_{width}": active & (bits == width) for width in WIDTHS}},
-            }
-            sums = {name: mask.sum(1).tolist() for name, mask in counts.items()}
-            rows += [
-                {"window": window + i, "part": part, "layer": layer + 1, **{k: v[i] for k, v in sums.items()}}
-                for i in range(len(active))
-            ]
-    keys = ["window", "part", "layer"]
-    return pd.DataFrame(rows).groupby(keys, sort=False, as_index=False).sum()
+            counts = {"tokens": one.valid, "active": active, "halted": one.valid & ~active & ~carried, "carried": carried}
+            counts |= {"kv": one.kv_present(layer), **{f"bits_{width}": active & (bits == width) for width in WIDTHS}}
+            frames.append(_summed(counts, window, part=part, layer=layer + 1))
+    return pd.concat(frames).groupby(["window", "part", "layer"], sort=False, as_index=False).sum()
+
+
+def of_prompts(record: Record, *columns: str) -> pd.DataFrame:
+    """Sums of these columns of `by_layer` over the prompts of all windows, a row a layer."""
+    layers = by_layer(record)
+    return layers[layers["part"] == "prompt"].groupby("layer", as_index=False)[list(columns)].sum()
 
 
 def by_branch(record: Record) -> pd.DataFrame:
@@ -49,18 +59,21 @@ def by_branch(record: Record) -> pd.DataFrame:
     Raises:
         ConfigError: the record has no trace.
     """
-    rows = []
+    frames = []
     for window, part, one in _passes(record):
         last = one.n_layers - 1
         merged = one.valid & (one.fused_layer < last)
         halted = one.valid & (one.halt_layer < last) & ~merged
-        counts = {
-            **{"tokens": one.valid, "halted": halted, "merged": merged, "full": one.valid & ~halted & ~merged},
-            **{"halted_layers": halted * (one.halt_layer.long() + 1), "merged_layers": merged * (one.fused_layer.long() + 1)},
-        }
-        sums = {name: values.sum(1).tolist() for name, values in counts.items()}
-        rows += [{"window": window + i, "part": part, **{k: v[i] for k, v in sums.items()}} for i in range(len(merged))]
-    return pd.DataFrame(rows).groupby(["window", "part"], sort=False, as_index=False).sum()
+        counts = {"tokens": one.valid, "halted": halted, "merged": merged, "full": one.valid & ~halted & ~merged}
+        counts |= {"halted_layers": halted * (one.halt_layer.long() + 1), "merged_layers": merged * (one.fused_layer.long() + 1)}
+        frames.append(_summed(counts, window, part=part))
+    return pd.concat(frames).groupby(["window", "part"], sort=False, as_index=False).sum()
+
+
+def _summed(counts: dict[str, Any], window: int, **keys: Any) -> pd.DataFrame:
+    """Sums over the tokens of each window, from masks or numbers (windows, tokens)."""
+    found = pd.DataFrame({name: values.sum(1).numpy() for name, values in counts.items()})
+    return found.assign(window=range(window, window + len(found)), **keys)
 
 
 def _passes(record: Record) -> Iterator[tuple[int, str, PassTrace]]:
@@ -78,7 +91,7 @@ def _passes(record: Record) -> Iterator[tuple[int, str, PassTrace]]:
 
 def share_pct(counts: pd.Series, of: pd.Series) -> Estimate:
     """100 · Σ counts / Σ of over windows, with a bootstrap interval."""
-    return Estimate(*map(float, bootstrap(lambda part, whole: 100 * part.sum(-1) / whole.sum(-1), counts, of)))
+    return Estimate.of(bootstrap(lambda part, whole: 100 * part.sum(-1) / whole.sum(-1), counts, of))
 
 
 def decay_per_layer(layers: pd.DataFrame, until: int) -> tuple[Estimate, float]:
@@ -87,17 +100,22 @@ def decay_per_layer(layers: pd.DataFrame, until: int) -> tuple[Estimate, float]:
     The line goes through N at layer 0; the interval is bootstrapped over windows.
     """
     kept = layers[layers["layer"] <= until]
-    active = kept.pivot(index="layer", columns="window", values="active").to_numpy(float)
-    tokens = kept.pivot(index="layer", columns="window", values="tokens").to_numpy(float)
+    active, tokens = (kept.pivot(index="layer", columns="window", values=name).to_numpy(float) for name in ("active", "tokens"))
     depth = np.arange(1, until + 1)
 
     def alpha(active: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         return -np.tensordot(depth, np.log(active.sum(-1) / tokens.sum(-1)), axes=1) / (depth**2).sum()
 
-    fitted = Estimate(*map(float, bootstrap(alpha, active, tokens)))
+    fitted = Estimate.of(bootstrap(alpha, active, tokens))
     logs = np.log(active.sum(1) / tokens.sum(1))
     spread = ((logs - logs.mean()) ** 2).sum()
     return fitted, float(1 - ((logs + fitted.value * depth) ** 2).sum() / spread) if spread else float("nan")
+
+
+def decay_of_prompts(record: Record) -> tuple[Estimate, float, int]:
+    """α and R² of the prompts' active tokens, and the last layer of the fit, before the one that halted tokens take part in again."""
+    layers, until = by_layer(record), first_resumed_layer(record) - 1
+    return *decay_per_layer(layers[layers["part"] == "prompt"], until), until
 
 
 def first_resumed_layer(record: Record) -> int:
@@ -107,3 +125,192 @@ def first_resumed_layer(record: Record) -> int:
     last = record.model.layers
     firsts = [int(torch.where(one.halt_layer < last - 1, one.resume_layer, last).min()) for _, _, one in _passes(record)]
     return min(firsts) + 1
+
+
+def _rows_of_table_11(*keys: str) -> list[Row]:
+    return [row for row in find("table", "11").experiment.rows() if row.panel == PANEL and row.key in keys]
+
+
+# --- Figure 4: the decision tree --------------------------------------------------------------------------------------------------
+
+BRANCHES = {"halted": "halted", "merged": "merged", "full": "computed in full"}
+LOOK = {"halted": ("#e9c46a", HATCHES[1]), "merged": ("#83b692", HATCHES[2]), "full": (PALETTE[0], "")}
+DEEP = 20 / 30  # "at depth ℓ > 20" (K), in models of 30 layers
+
+
+def fused_share(record: Record) -> Estimate:
+    """Prompt tokens that a neighbour carries in the last third of the layers."""
+    layers = by_layer(record)
+    deep = layers[(layers["part"] == "prompt") & (layers["layer"] > DEEP * record.model.layers)]
+    sums = deep.groupby("window").sum(numeric_only=True)
+    return share_pct(sums["carried"], sums["tokens"])
+
+
+@artefact(
+    lambda: _rows_of_table_11(ALL_FOUR),
+    (TRACE,),
+    {"k.fused.fused_share_pct": AnsweredBy(PANEL, ALL_FOUR, of_record=fused_share)},
+)
+def figure04_decision_tree(outcomes: Sequence[Outcome], name: str) -> Figure:
+    """Figure 4: the decision tree of halting and merging, with the measured share of tokens that goes down each branch.
+
+    The record is that of Table 11's last row, all four mechanisms together; what the paper says about shares of tokens is answered here.
+    """
+    record = sentences.measured(outcomes, ALL_FOUR)
+    frame, prompts = branches(record), of_prompts(record, "tokens", "active", "halted", "carried")
+    with style():
+        drawing, axes = panels(1, 2, size=(9, 4.1), width_ratios=[1.55, 1])
+        _tree(axes[0, 0], frame)
+        _layers(axes[0, 1], prompts)
+    alpha, quality, until = decay_of_prompts(record)
+    again = f" From layer {until + 1} on halted tokens take part again (resume_layers)." if until < record.model.layers else ""
+    after = frame[(frame["part"] == "continuation") & (frame["branch"] == "halted")].iloc[0]
+    caption = (
+        "Left: what was decided first about each token of a prompt, halting before merging (2.4); shares are of all prompt tokens, with 95% "
+        "intervals over windows. A token is stable when its drift and its entropy are below their thresholds at some layer, and merged when it is "
+        "among the share of its prompt that lies closest to a neighbour at the layer where fusion acts.",
+        f"Right: the same tokens by layer.{again}",
+        f"Computed tokens decay by {alpha.value:.3f} [{alpha.low:.3f} {alpha.high:.3f}] a layer up to layer {until}, were it exponential "
+        f"(R² {quality:.2f}); the paper says 0.05 to 0.1 (K).",
+        f"Of the tokens after the prompts {after['share_pct']:.1f}% [{after['low']:.1f} {after['high']:.1f}] halt; none may be merged, because that looks ahead.",
+        *notes(outcomes),
+    )
+    both = pd.concat([frame, prompts.assign(part="prompt, by layer")], ignore_index=True)
+    return Figure(name, "Figure 4: halting, merging, or neither", both, drawing, caption)
+
+
+def branches(record: Record) -> pd.DataFrame:
+    """A row a part and branch: share of its tokens with interval, and the mean layer after which it was decided."""
+    rows: list[dict[str, Any]] = []
+    for part, windows in by_branch(record).groupby("part", sort=False):
+        for branch in BRANCHES:
+            share, total = share_pct(windows[branch], windows["tokens"]), windows[branch].sum()
+            mean = windows[f"{branch}_layers"].sum() / total if total and branch != "full" else None
+            row = {"part": part, "branch": branch, "share_pct": share.value, "low": share.low, "high": share.high}
+            rows.append(row | {"mean_layer": mean})
+    return pd.DataFrame(rows)
+
+
+def _tree(axes: Axes, frame: pd.DataFrame) -> None:
+    """Questions left to right, outcomes below the answer that leads to them; arrows as wide as their share."""
+    rows = frame[frame["part"] == "prompt"].set_index("branch")
+    share = rows["share_pct"]
+    asked_second = 100 - share["halted"]
+    axes.set(xlim=(-0.05, 10.65), ylim=(0.3, 5.7))
+    axes.axis("off")
+    _arrow(axes, (1.5, 4.9), (1.95, 4.9), 100, "")
+    _arrow(axes, (4.25, 4.9), (6.1, 4.9), asked_second, f"no {asked_second:.1f}%")
+    _arrow(axes, (3.1, 4.2), (2.6, 2.25), share["halted"], "yes")
+    _arrow(axes, (7.1, 4.2), (6.1, 2.25), share["merged"], "yes")
+    _arrow(axes, (8.1, 4.2), (9.1, 2.25), share["full"], "no")
+    _box(axes, (0.75, 4.9), 1.5, 1.4, "every token\nof a prompt")
+    _box(axes, (3.1, 4.9), 2.3, 1.4, "stable?\ndrift < τ and\nentropy < τ")
+    _box(axes, (7.6, 4.9), 3.0, 1.4, "like its neighbour?\namong the closest\nof its prompt")
+    for branch, place in (("halted", 2.2), ("merged", 5.7), ("full", 9.2)):
+        row = rows.loc[branch]
+        after = f"mean layer {row['mean_layer']:.1f}" if pd.notna(row["mean_layer"]) else "in every layer"
+        text = f"{BRANCHES[branch]}\n{row['share_pct']:.1f}%  [{row['low']:.1f} {row['high']:.1f}]\n{after}"
+        _box(axes, (place, 1.3), 2.8, 1.8, text, LOOK[branch])
+
+
+def _box(
+    axes: Axes, centre: tuple[float, float], width: float, height: float, text: str, look: tuple[str, str] | None = None
+) -> None:
+    """Words in a frame; an outcome has a band of the colour that it has on the right."""
+    corner = (centre[0] - width / 2, centre[1] - height / 2)
+    framed: dict[str, Any] = {"edgecolor": "black", "linewidth": 0.9}
+    axes.add_patch(Rectangle(corner, width, height, facecolor="white", zorder=3, **framed))
+    band = 0.35 if look else 0.0
+    if look:
+        axes.add_patch(Rectangle(corner, width, band, facecolor=look[0], hatch=look[1], edgecolor="white", linewidth=0, zorder=3))
+        axes.add_patch(Rectangle(corner, width, band, facecolor="none", zorder=3.5, **framed))
+    words: dict[str, Any] = {"fontsize": 7.5, "linespacing": 1.35, "weight": "bold" if look else "normal"}
+    axes.text(centre[0], centre[1] + band / 2, text, ha="center", va="center", zorder=4, **words)
+
+
+def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], share: float, label: str) -> None:
+    arrow = {"arrowstyle": "-|>", "linewidth": 0.8 + share / 14, "color": "#8a8a8a", "shrinkA": 0, "shrinkB": 0}
+    axes.annotate("", xy=end, xytext=start, arrowprops={**arrow, "mutation_scale": 10 + share / 8}, zorder=2)
+    middle = ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2)
+    if label:
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+        axes.text(*middle, label, ha="center", va="center", fontsize=7, zorder=4, bbox=box)
+
+
+def _layers(axes: Axes, counts: pd.DataFrame) -> None:
+    """Stacked shares of what prompt tokens do in each layer."""
+    below = pd.Series(0.0, index=counts.index)
+    labels = {"active": "computed", "carried": "carried by a neighbour", "halted": "halted"}
+    for name, (column, label) in zip(("full", "merged", "halted"), labels.items(), strict=True):
+        height = 100 * counts[column] / counts["tokens"]
+        look: dict[str, Any] = dict(zip(("color", "hatch"), LOOK[name], strict=True))
+        axes.bar(counts["layer"], height, 1.0, bottom=below, edgecolor="white", linewidth=0.4, label=label, **look)
+        below = below + height
+    axes.set(xlabel="layer", ylabel="tokens of the prompts (%)", xlim=(0.5, counts["layer"].max() + 0.5), ylim=(0, 100))
+    axes.grid(visible=False)
+    draw.legend_above(axes, ncols=1, reverse=True)
+
+
+# --- how active tokens decay ------------------------------------------------------------------------------------------------------
+
+DECAYING = {
+    HALTING: "halting alone",
+    "isolated.fusion": "fusion alone",
+    ALL_FOUR: "all four",
+    "budget.attention": "halting by attention",
+}
+# Halting alone: fusion takes away a share that is configured, all at once.
+_ANSWER = AnsweredBy(
+    PANEL,
+    HALTING,
+    of_record=lambda record: decay_of_prompts(record)[0],
+    note="halting alone, fitted up to the layers that halted tokens take part in again",
+)
+
+
+@artefact(lambda: _rows_of_table_11(*DECAYING), (TRACE,), {"k.decay.decay_per_layer": _ANSWER})
+def figure_token_decay(outcomes: Sequence[Outcome], name: str) -> Figure:
+    """Figure token-decay: active tokens by layer, and how well N·exp(−α·ℓ) fits them (App. J and K say α from 0.05 to 0.1).
+
+    The records are those of Table 11, under protocol continuation; prompts only, up to the layers that halted tokens take part in again.
+    """
+    there = [(one.record, one.row.key) for one in outcomes if one.record is not None]
+    frame = pd.concat([_decay(record, key) for record, key in there], ignore_index=True)
+    low, high = reported()["k.decay"].bounds["decay_per_layer"]
+    with style():
+        drawing, axes = panels(1, 1, size=(6.4, 3.8))
+        plot = axes[0, 0]
+        depth = np.arange(0, int(frame["layer"].max()) + 1)
+        steepest, flattest = (100 * np.exp(-(end or 0) * depth) for end in (high, low))
+        plot.fill_between(depth, steepest, flattest, color="#ececec", label=f"the paper: α {low:g} to {high:g}")
+        for place, (key, mine) in enumerate(frame.groupby("key", sort=False)):
+            one, colour = mine.iloc[0], {"color": PALETTE[place]}
+            law = f"α {one['alpha']:.3f} [{one['alpha_low']:.3f} {one['alpha_high']:.3f}], R² {one['r_squared']:.2f}"
+            dash, marker = DASHES[place % len(DASHES)], MARKERS[place]
+            draw.points(plot, mine["layer"], mine["active_pct"], marker=marker, **colour)
+            at = np.array([0, *mine.loc[mine["fitted"], "layer"]])
+            draw.line(plot, at, 100 * np.exp(-one["alpha"] * at), linestyle=dash, linewidth=1, **colour)
+            plot.plot([], [], linestyle=dash, marker=marker, linewidth=1, label=f"{DECAYING[str(key)]}: {law}", **colour)
+        draw.horizontal(plot, 100, color=GREY)
+        plot.set_yscale("log")
+        plot.set_yticks([10, 20, 30, 50, 70, 100], ["10", "20", "30", "50", "70", "100"])
+        plot.minorticks_off()
+        plot.set(xlabel="layer", ylabel="active tokens of a prompt, %")
+        title = "points: measured; lines: the exponential N·exp(−α·ℓ) fitted to them"
+        legend_below(drawing, plot.get_legend_handles_labels()[0], ncols=2, title=title)
+    caption = (
+        "Share of a prompt's tokens that are computed in each layer. The paper says that it falls exponentially (App. J, K). A fit starts at 100% "
+        "before the first layer and ends before the layer from which halted tokens are computed again (resume_layers). R² below 0: the mean of "
+        "all layers fits better than an exponential.",
+        "Fit: least squares in logarithms. Brackets: 95% intervals of α, bootstrap over windows.",
+        *notes(outcomes),
+    )
+    return Figure(name, "Active tokens by layer, with exponential fits", frame, drawing, caption)
+
+
+def _decay(record: Record, key: str) -> pd.DataFrame:
+    alpha, quality, until = decay_of_prompts(record)
+    sums = of_prompts(record, "tokens", "active")
+    frame = pd.DataFrame({"key": key, "layer": sums["layer"], "active_pct": 100 * sums["active"] / sums["tokens"]})
+    fit = {"alpha": alpha.value, "alpha_low": alpha.low, "alpha_high": alpha.high, "r_squared": quality}
+    return frame.assign(fitted=sums["layer"] <= until, **fit)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 
 from quicksilver.measure.words import SIGNALS_OF_WORDS, WORDS, Means, WordSignalsResult
+from quicksilver.records.record import Record
+from quicksilver.records.stats import bootstrap
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate
 from quicksilver.report.figure import DASHES, MARKERS, PALETTE, Figure, panels, style
 
+from .. import drawing as draw
 from . import runs
 
 READS = (
@@ -35,62 +40,63 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Three pictures."""
     (record,) = runs.records(outcomes)
     found = record.measured("word_signals", WordSignalsResult)
-    layers = np.arange(1, len(found.drift_explained["class"]) + 1)
-    parts = []
     with style():
         drawing, axes = panels(1, 3, size=(10.5, 3.5))
-        entropy, attention, drift = axes[0]
-        for place, kind in enumerate(kind for kind in DRAWN if kind in found.entropy_nats):
-            one = found.entropy_nats[kind]
-            mean, error = np.array(one.mean), Z * np.array(one.error)
-            entropy.plot(
-                layers, mean, color=PALETTE[place], linestyle=DASHES[place], marker=MARKERS[place], markersize=2.5, label=kind
-            )
-            entropy.fill_between(layers, mean - error, mean + error, color=PALETTE[place], alpha=0.2, linewidth=0)
-            parts.append(pd.DataFrame({"what": "entropy_nats", "of": kind, "layer": layers, "value": mean, "low": mean - error, "high": mean + error}))  # fmt: skip
-        entropy.set(title="Entropy of the logit lens", xlabel="layer", ylabel="nats")
-        entropy.set_ylim(bottom=0)
-        entropy.legend(fontsize=6, ncols=2)
-        halted = found.attention
-        if halted is not None:
-            for place, (got, label) in enumerate(
-                ((halted.mass_share, "share of all attention"), (halted.against_position, "÷ what others get at the same place"))
-            ):
-                attention.plot(
-                    layers,
-                    got,
-                    color=PALETTE[place],
-                    linestyle=DASHES[place],
-                    marker=MARKERS[place],
-                    markersize=2.5,
-                    label=label,
-                )
-                parts.append(
-                    pd.DataFrame({"what": f"attention of halted, {label}", "of": "halted", "layer": layers, "value": got})
-                )
-            attention.axhline(1, color="black", linewidth=0.7, linestyle="-", marker="")
-            attention.axhline(
-                halted.token_share, color=PALETTE[0], linewidth=0.7, linestyle=":", marker="", label="their share of the tokens"
-            )
-            attention.axvline(halted.layer, color="#8a8a8a", linewidth=0.7, linestyle="--", marker="")
-            attention.set_ylim(bottom=0)
-            attention.legend(fontsize=6, loc="lower right")
-        attention.set(title=f"Attention to tokens halted by layer {halted.layer if halted else '-'}", xlabel="layer")
-        below = np.zeros(len(layers))
-        for place, (term, label) in enumerate(TERMS.items()):
-            height = np.array(found.drift_explained[term])
-            drift.bar(layers, height - below, bottom=below, color=PALETTE[(0, 3, 6, 1)[place]], width=0.8, label=label)
-            parts.append(pd.DataFrame({"what": "drift_explained", "of": label, "layer": layers, "value": height}))
-            below = height
-        drift.set(title="Variance of log relative drift explained", xlabel="layer", ylabel="R²", ylim=(0, 1.25))
-        drift.legend(fontsize=6, ncols=2, loc="upper center")
-    return Figure(
-        name,
-        "Signals of the dense model by word class",
-        pd.concat(parts, ignore_index=True),
-        drawing,
-        (*_said(found), *runs.whose_tags(outcomes), *provenance.notes(outcomes)),
-    )
+        parts = [part for panel, axis in zip((_entropy, _attention, _drift), axes[0], strict=True) for part in panel(axis, found)]
+    caption = (*_said(found), *runs.whose_tags(outcomes), *provenance.notes(outcomes))
+    frame = pd.concat(parts, ignore_index=True)
+    return Figure(name, "Signals of the dense model by word class", frame, drawing, caption)
+
+
+def _by_layer(what: str, of: str, value: Any, **more: Any) -> pd.DataFrame:
+    return pd.DataFrame({"what": what, "of": of, "layer": np.arange(1, len(value) + 1), "value": value, **more})
+
+
+def _look(place: int) -> dict[str, Any]:
+    return {"color": PALETTE[place], "linestyle": DASHES[place], "marker": MARKERS[place], "markersize": 2.5}
+
+
+def _entropy(axis: Axes, found: WordSignalsResult) -> Iterator[pd.DataFrame]:
+    for place, kind in enumerate(kind for kind in DRAWN if kind in found.entropy_nats):
+        one = found.entropy_nats[kind]
+        mean, error = np.array(one.mean), Z * np.array(one.error)
+        part = _by_layer("entropy_nats", kind, mean, low=mean - error, high=mean + error)
+        axis.plot(part["layer"], mean, label=kind, **_look(place))
+        axis.fill_between(part["layer"], part["low"], part["high"], color=PALETTE[place], alpha=0.2, linewidth=0)
+        yield part
+    axis.set(title="Entropy of the logit lens", xlabel="layer", ylabel="nats")
+    axis.set_ylim(bottom=0)
+    axis.legend(fontsize=6, ncols=2)
+
+
+def _attention(axis: Axes, found: WordSignalsResult) -> Iterator[pd.DataFrame]:
+    halted = found.attention
+    axis.set(title=f"Attention to tokens halted by layer {halted.layer if halted else '-'}", xlabel="layer")
+    if halted is None:
+        return
+    drawn = {"share of all attention": halted.mass_share, "÷ what others get at the same place": halted.against_position}
+    for place, (label, got) in enumerate(drawn.items()):
+        part = _by_layer(f"attention of halted, {label}", "halted", got)
+        axis.plot(part["layer"], got, label=label, **_look(place))
+        yield part
+    draw.horizontal(axis, 1, linewidth=0.7)
+    share = {"color": PALETTE[0], "linestyle": ":", "label": "their share of the tokens"}
+    draw.horizontal(axis, halted.token_share, linewidth=0.7, **share)
+    draw.vertical(axis, halted.layer, color="#8a8a8a", linewidth=0.7, linestyle="--")
+    axis.set_ylim(bottom=0)
+    axis.legend(fontsize=6, loc="lower right")
+
+
+def _drift(axis: Axes, found: WordSignalsResult) -> Iterator[pd.DataFrame]:
+    below = np.zeros(len(found.drift_explained["class"]))
+    for colour, (term, label) in zip((0, 3, 6, 1), TERMS.items(), strict=True):
+        height = np.array(found.drift_explained[term])
+        part = _by_layer("drift_explained", label, height)
+        axis.bar(part["layer"], height - below, bottom=below, color=PALETTE[colour], width=0.8, label=label)
+        yield part
+        below = height
+    axis.set(title="Variance of log relative drift explained", xlabel="layer", ylabel="R²", ylim=(0, 1.25))
+    axis.legend(fontsize=6, ncols=2, loc="upper center")
 
 
 def _said(found: WordSignalsResult) -> tuple[str, ...]:
@@ -133,46 +139,35 @@ def _deepened(one: Means) -> Estimate:
 
 
 def _answer(words: str) -> AnsweredBy:
-    def of(outcomes: Mapping[str, Outcome]) -> Estimate | None:
-        record = outcomes[runs.MAIN].record
-        return None if record is None else _deepened(record.measured("word_signals", WordSignalsResult).entropy_nats[words])
+    def of(record: Record) -> Estimate:
+        return _deepened(record.measured("word_signals", WordSignalsResult).entropy_nats[words])
 
     note = f"{words} words, logit lens of the dense model, last layer that is looked at, less half of the depth"
-    return AnsweredBy(runs.HALTING, runs.MAIN, of=of, note=note)
+    return AnsweredBy(runs.HALTING, runs.MAIN, of_record=of, note=note)
 
 
-def _decay(outcomes: Mapping[str, Outcome]) -> Estimate | None:
+def _decay(record: Record) -> Estimate | None:
     """What halted tokens get over what others get at the same place: mean of the layers after they halted, over that of the layer by which they
     had; bootstrap over windows."""
-    from quicksilver.records.stats import bootstrap
-
-    record = outcomes[runs.MAIN].record
-    found = record.measured("word_signals", WordSignalsResult).attention if record is not None else None
-    if record is None or found is None:
+    found = record.measured("word_signals", WordSignalsResult).attention
+    if found is None:
         return None
     received = record.arrays(SIGNALS_OF_WORDS)["attention_received"].astype(float)
     tokens = pd.read_parquet(record.path / WORDS)
     tokens = tokens[(tokens["halt_layer"] <= found.layer) & (tokens["window"] < received.shape[1])]
-    at_place = received.mean(1)
-    half = found.layer - 1
+    at_place, half = received.mean(1), found.layer - 1
     window, slot = tokens["window"].to_numpy(), tokens["slot"].to_numpy()
-    sums = [
-        np.bincount(window, weights=values, minlength=received.shape[1])
-        for values in (
-            received[half + 1 :, window, slot].mean(0), at_place[half + 1 :, slot].mean(0), received[half, window, slot], at_place[half, slot],
-        )
-    ]  # fmt: skip
-    value = bootstrap(lambda a, b, c, d: (a.sum(-1) / b.sum(-1)) / (c.sum(-1) / d.sum(-1)), *sums)
-    return Estimate(*map(float, value))
+    of_tokens = (
+        *(received[half + 1 :, window, slot].mean(0), at_place[half + 1 :, slot].mean(0)),
+        *(received[half, window, slot], at_place[half, slot]),
+    )
+    sums = [np.bincount(window, weights=values, minlength=received.shape[1]) for values in of_tokens]
+    return Estimate.of(bootstrap(lambda a, b, c, d: (a.sum(-1) / b.sum(-1)) / (c.sum(-1) / d.sum(-1)), *sums))
 
 
+_KEPT = "over what others get at the same place, in the dense model: layers after half of the depth"
 ANSWERS = {
     "e4.collapse.entropy_change_nats": _answer("function"),
     "o.entropy.entropy_change_nats": tuple(_answer(words) for words in ("function", "content")),
-    "c1.decay.attention_kept_ratio": AnsweredBy(
-        runs.HALTING,
-        runs.MAIN,
-        of=_decay,
-        note="over what others get at the same place, in the dense model: layers after half of the depth",
-    ),
+    "c1.decay.attention_kept_ratio": AnsweredBy(runs.HALTING, runs.MAIN, of_record=_decay, note=_KEPT),
 }

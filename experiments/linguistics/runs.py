@@ -5,13 +5,11 @@ Percentiles are chosen so that about as many tokens have halted at half of the d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from quicksilver.measure.words import WORDS
 from quicksilver.records.record import TRACE, Record
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.table import NO_VALUE, Lines, number
 from quicksilver.runtime.errors import ConfigError
 
 TREEBANK = ("dataset=gum",)  # unless a person names another
@@ -24,43 +22,36 @@ WORD_BY_WORD = (
 HALTING, FUSION = "halting", "fusion"
 MAIN = "drift_entropy"  # the paper's rule, with thresholds of this model
 
-_HALTING: dict[str, tuple[str, tuple[str, ...]]] = {
-    MAIN: (
-        "Drift and entropy, calibrated",
-        ("protocol=all", "modules=[halting]", "modules.halting.tau_drift=p42", "modules.halting.tau_entropy=p42",
-         "measure.word_signals.enabled=true"),
+_PERCENTILES = ("modules.halting.tau_drift=p42", "modules.halting.tau_entropy=p42", "measure.word_signals.enabled=true")
+# key -> what is printed, protocol, module, further overrides
+_HALTING: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
+    MAIN: ("Drift and entropy, calibrated", "all", "halting", _PERCENTILES),
+    "drift": (
+        *("Drift alone, calibrated", "all", "halting"),
+        ("modules.halting.tau_drift=p10", "modules.halting.tau_entropy=null"),
     ),
-    "drift": ("Drift alone, calibrated", ("protocol=all", "modules=[halting]", "modules.halting.tau_drift=p10", "modules.halting.tau_entropy=null")),
-    "attention": ("Least attended (ours)", ("protocol=continuation", "modules=[halting_attention]")),
-    "paper_b2": ("The paper's constants (B.2)", ("protocol=all", "modules=[halting_paper_b2]")),
-}  # fmt: skip
+    "attention": ("Least attended (ours)", "continuation", "halting_attention", ()),
+    "paper_b2": ("The paper's constants (B.2)", "all", "halting_paper_b2", ()),
+}
 
 
 def halting(*keys: str) -> list[Row]:
     """Those of the ways to halt, or all of them."""
-    return [
-        Row(HALTING, "", key, technique, (*overrides, "measure=words"), defaults=TREEBANK)
-        for key, (technique, overrides) in _HALTING.items()
-        if not keys or key in keys
-    ]
+    found = []
+    for key, (technique, protocol, module, more) in _HALTING.items():
+        overrides = (f"protocol={protocol}", f"modules=[{module}]", *more, "measure=words")
+        found.append(Row(HALTING, "", key, technique, overrides, defaults=TREEBANK))
+    return [row for row in found if not keys or row.key in keys]
 
 
 def fusion() -> list[Row]:
     """The closest 15% of neighbours (D.3), fused at each of the paper's depths."""
-    return [
-        Row(
-            FUSION, "", f"layer{layer}", f"Fused at {fraction:.0%} of the depth",
-            ("protocol=continuation", "modules=[token_fusion]", f"modules.token_fusion.start={fraction:.3f}", "measure=words",
-             "measure.constituents.enabled=true"),
-            defaults=TREEBANK,
-        )
-        for layer, fraction in PAPER_DEPTHS.items()
-    ]  # fmt: skip
-
-
-def measured(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Those that have a record."""
-    return [outcome for outcome in outcomes if outcome.record is not None]
+    found = []
+    for layer, depth in PAPER_DEPTHS.items():
+        fusing = ("protocol=continuation", "modules=[token_fusion]", f"modules.token_fusion.start={depth:.3f}")
+        overrides = (*fusing, "measure=words", "measure.constituents.enabled=true")
+        found.append(Row(FUSION, "", f"layer{layer}", f"Fused at {depth:.0%} of the depth", overrides, defaults=TREEBANK))
+    return found
 
 
 def records(outcomes: Sequence[Outcome]) -> list[Record]:
@@ -75,45 +66,13 @@ def records(outcomes: Sequence[Outcome]) -> list[Record]:
     return found
 
 
+def failed(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
+    """Which runs have no record, and why."""
+    return tuple(f"{outcome.row.technique}: {outcome.reason}." for outcome in outcomes if outcome.record is None)
+
+
 def whose_tags(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
     """Where tags are not gold: who tagged the text, and how many words of a held-out treebank are right."""
-    sources = {outcome.record.data.source for outcome in measured(outcomes) if outcome.record is not None}
-    return tuple(
-        f"Tags are not gold: the text is {said}." for _, mark, said in (one.partition("; ") for one in sorted(sources)) if mark
-    )
-
-
-Cell = Callable[[Mapping[str, Any]], Lines]
-
-
-def words(column: str) -> Cell:
-    """The text of a column."""
-    return lambda row: (str(row[column]),)
-
-
-def plain(column: str, decimals: int = 1) -> Cell:
-    """A number without a sign."""
-
-    def cell(row: Mapping[str, Any]) -> Lines:
-        value = number(row, column)
-        return (NO_VALUE if value is None else f"{value:,.{decimals}f}",)
-
-    return cell
-
-
-def with_ends(column: str, *, sign: bool) -> Cell:
-    """A number over its interval, which stands in `_low` and `_high`."""
-
-    def cell(row: Mapping[str, Any]) -> Lines:
-        ends = [number(row, f"{column}{end}") for end in ("", "_low", "_high")]
-        if ends[0] is None:
-            return (NO_VALUE,)
-        value, low, high = (f"{end:{'+' if sign else ''}.1f}" for end in ends)
-        return (value, f"[{low} {high}]")
-
-    return cell
-
-
-def percent(name: str, value: float, low: float, high: float) -> dict[str, float]:
-    """A share with its ends as three columns, in percent."""
-    return {name: 100 * value, f"{name}_low": 100 * low, f"{name}_high": 100 * high}
+    sources = {outcome.record.data.source for outcome in outcomes if outcome.record is not None}
+    parts = (one.partition("; ") for one in sorted(sources))
+    return tuple(f"Tags are not gold: the text is {said}." for _, mark, said in parts if mark)

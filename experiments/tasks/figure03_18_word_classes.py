@@ -6,6 +6,7 @@ layer d and all others go on, for every d by itself, and as many random tokens s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,9 +18,10 @@ from quicksilver.records.record import Record
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, panels, style, whiskers
-from quicksilver.report.table import signed
+from quicksilver.report.table import numbers, signed
 from quicksilver.runtime.errors import ConfigError
 
+from ..cells import ends
 from . import scores
 
 READS = scores.READ
@@ -51,46 +53,28 @@ _COLUMNS = [
 def rows() -> list[Row]:
     """Every class at every depth; of the task that has something to lose, its null too."""
     found = []
-    for task in TASKS:
-        title, _, more = scores.TASKS[task]
-        for words in CLASSES:
-            for depth in DEPTHS:
-                for random in (False, True) if task in WITH_NULL else (False,):
-                    overrides = (
-                        f"modules.{MODULE}.halted={words}",
-                        f"modules.{MODULE}.depth={depth}",
-                        f"modules.{MODULE}.at_random={random}".lower(),
-                    )
-                    said = f"{'as many random tokens as ' if random else ''}{words} words stop after {depth:.0%} of the layers"
-                    key = f"{task}.{words}.{depth}{'.random' if random else ''}"
-                    always = (f"dataset={task}", *more, "measure=task", "protocol=continuation", f"modules=[{MODULE}]")
-                    found.append(
-                        Row(
-                            scores.PANEL,
-                            title,
-                            key,
-                            said,
-                            (*always, *overrides),
-                            (MODULE,),
-                            defaults=(f"model={scores.MODELS.get(task, scores.MODEL)}",),
-                        )
-                    )
-    return found  # fmt: skip
+    for task, words, depth, random in itertools.product(TASKS, CLASSES, DEPTHS, (False, True)):
+        if random and task not in WITH_NULL:
+            continue
+        said = f"{'as many random tokens as ' if random else ''}{words} words stop after {depth:.0%} of the layers"
+        key = f"{words}.{depth}{'.random' if random else ''}"
+        options = {"halted": words, "depth": depth, "at_random": str(random).lower()}
+        overrides = [f"modules.{MODULE}.{name}={value}" for name, value in options.items()]
+        found.append(scores.row(task, key, said, (MODULE,), overrides))
+    return found
 
 
 def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     """One row a record: what was lost, paired by example, and what was lost beyond the null."""
-    by_key = {one.row.key: one for one in outcomes}
+    nulls = {one.row.key.removesuffix(".random"): one.record for one in outcomes if one.row.key.endswith(".random")}
     found = []
     for one in outcomes:
         if one.record is None or one.dense is None:
             continue
         task, words, depth, random = _parts(one.row.key)
-        null = by_key.get(f"{one.row.key}.random")
-        found.append(
-            _row(one.record, one.dense, null.record if null is not None else None)
-            | {"task": task, "words": words, "random": random, "depth_layers": round(float(depth) * one.record.model.layers)}
-        )
+        null = None if random else nulls.get(one.row.key)
+        row = {"task": task, "words": words, "random": random, "depth_layers": round(float(depth) * one.record.model.layers)}
+        found.append(row | _row(one.record, one.dense, null))
     return pd.DataFrame(found, columns=_COLUMNS)
 
 
@@ -102,17 +86,15 @@ def _parts(key: str) -> tuple[str, str, str, bool]:
 
 def _row(record: Record, dense: Record, null: Record | None) -> dict[str, Any]:
     result, base = record.measured("task", TaskResult), dense.measured("task", TaskResult)
-    found = scores.lost(record, dense)
     row = {
         **{"metric": result.metric, "score": 100 * result.score, "dense_score": 100 * base.score, "examples": result.examples},
-        **{"lost": found.value, "lost_low": found.low, "lost_high": found.high, "smallest_seen": found.smallest},
-        **{"flipped": found.flipped, "mcnemar_p": found.p, "above_chance": scores.above_chance(dense)},
+        **{"above_chance": scores.above_chance(dense), "record": record.fingerprint},
         "executed_flops_saved_pct": 100 * (1 - result.executed_flops / base.executed_flops),
-        "record": record.fingerprint,
+        **scores.lost(record, dense).columns(),
     }
     if null is not None:
         beyond = scores.lost(record, null)
-        row |= {"beyond_random": beyond.value, "beyond_random_low": beyond.low, "beyond_random_high": beyond.high}
+        row |= ends("beyond_random", beyond.value, beyond.low, beyond.high)
     return row
 
 
@@ -135,13 +117,16 @@ def _draw(axis: Axes, rows: pd.DataFrame, title: str) -> None:
     chance = not bool(rows["above_chance"].iloc[0])
     for i, ((words, random), line) in enumerate(rows.groupby(["words", "random"], sort=False)):
         place = CLASSES.index(str(words))
+        look: dict[str, Any] = {"color": GREY if chance else _COLOURS[str(words)], "linestyle": DASHES[2 if random else place]}
+        look |= {
+            "marker": MARKERS[place + (2 if random else 0)],
+            "markersize": 4,
+            "alpha": 0.75 if random else 1.0,
+            "capsize": 2.5,
+        }
         error = whiskers(line["lost"], line["lost_low"], line["lost_high"])
-        axis.errorbar(
-            line["depth_layers"] + 0.12 * (i - 1.5), line["lost"], yerr=error, capsize=2.5,
-            color=GREY if chance else _COLOURS[str(words)], linestyle=DASHES[2] if random else DASHES[place],
-            marker=MARKERS[place + (2 if random else 0)], markersize=4, alpha=0.75 if random else 1.0,
-            label=f"as many random tokens as {words} words" if random else f"{words} words",
-        )  # fmt: skip
+        label = f"as many random tokens as {words} words" if random else f"{words} words"
+        axis.errorbar(line["depth_layers"] + 0.12 * (i - 1.5), line["lost"], yerr=error, label=label, **look)
     axis.axhline(0, color="black", linewidth=0.8, marker="")
     axis.set(title=f"{title}{': the dense model is at chance' if chance else ''}", xlabel="layer after which they stop")
     axis.set_xticks(sorted(set(rows["depth_layers"])))
@@ -152,15 +137,15 @@ def _caption(drawn: pd.DataFrame, outcomes: Sequence[Outcome]) -> tuple[str, ...
     for task, rows in drawn.groupby("task", sort=False):
         title, first = scores.TASKS[str(task)][0], rows.iloc[0]
         if not first["above_chance"]:
-            said.append(
-                f"{title}: dense {first['metric']} {first['dense_score']:.1f} is not above chance, so its grey lines say nothing."
-            )
+            dense = f"dense {first['metric']} {first['dense_score']:.1f}"
+            said.append(f"{title}: {dense} is not above chance, so its grey lines say nothing.")
             continue
-        parts = [f"{one.words} after layer {one.depth_layers} {_interval(one._asdict(), 'lost')}" for one in _plain(rows)]
+        chosen = rows[~rows["random"].astype(bool)].to_dict("records")
+        parts = [f"{one['words']} after layer {one['depth_layers']} {_interval(one, 'lost')}" for one in chosen]
         said.append(f"{title}, {first['examples']} examples, dense {first['dense_score']:.1f}, points lost: {', '.join(parts)}.")
-        beyond = [one for one in _plain(rows) if pd.notna(one.beyond_random)]
+        beyond = [one for one in chosen if pd.notna(one["beyond_random"])]
         if beyond:
-            parts = [f"{one.words} {one.depth_layers} {_interval(one._asdict(), 'beyond_random')}" for one in beyond]
+            parts = [f"{one['words']} {one['depth_layers']} {_interval(one, 'beyond_random')}" for one in beyond]
             said.append(f"Lost beyond as many random tokens: {', '.join(parts)}.")
     missing = len(outcomes) - len(drawn)
     return (
@@ -174,10 +159,6 @@ def _caption(drawn: pd.DataFrame, outcomes: Sequence[Outcome]) -> tuple[str, ...
     )
 
 
-def _plain(rows: pd.DataFrame) -> list[Any]:
-    return list(rows[~rows["random"].astype(bool)].itertuples())
-
-
-def _interval(row: Mapping[str, Any], name: str) -> str:
-    value, low, high = (signed(float(row[f"{name}{end}"])) for end in ("", "_low", "_high"))
+def _interval(row: Mapping[Any, Any], name: str) -> str:
+    value, low, high = map(signed, numbers(row, name))
     return f"{value} [{low} {high}]"

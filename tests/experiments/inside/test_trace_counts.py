@@ -11,6 +11,7 @@ from quicksilver.experiments.inside import trace_counts
 from quicksilver.runs.config import compose
 from quicksilver.runs.run import ensure
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.trace import Trace
 
 MODULES = [
     "modules=[halting,kv_skipping,token_fusion,adaptive_quantization]",
@@ -24,12 +25,8 @@ MODULES = [
 def records(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fates")
     base = [*make_world(folder), f"results_dir={folder / 'results'}", "measure.null_control.enabled=false"]
-    configs = [
-        compose([*base, "protocol=continuation", *MODULES]),
-        compose([*base, "protocol=all", "modules=[halting]"]),
-        compose(base),
-    ]
-    return ensure(configs)
+    runs = (["protocol=continuation", *MODULES], ["protocol=all", "modules=[halting]"], [])
+    return ensure([compose([*base, *more]) for more in runs])
 
 
 @pytest.fixture(scope="module")
@@ -37,32 +34,31 @@ def layers(records):
     return trace_counts.by_layer(records[0])
 
 
-def test_every_token_is_computed_halted_or_carried(layers):
+def test_every_token_is_computed_halted_or_carried(records, layers):
     assert (layers["tokens"] == layers["active"] + layers["halted"] + layers["carried"]).all()
     assert set(layers["layer"]) == set(range(1, LAYERS + 1))
     assert sorted(layers["window"].unique()) == list(range(10))
     lengths = layers.groupby("part")["tokens"].unique()
     assert [set(lengths[part]) for part in ("prompt", "continuation")] == [{PROMPT}, {WINDOW - PROMPT - 1}]
-
-
-def test_the_counts_are_those_of_the_trace(records, layers):
-    from quicksilver.runtime.trace import Trace
-
     counts = Trace.load(records[0].trace_path).active_counts().tolist()
     assert layers.groupby("layer")["active"].sum().tolist() == counts
-    # At most the fixed share of each prompt is merged, and stays so.
-    prompt = layers[layers["part"] == "prompt"].groupby("layer")["carried"].sum()
-    assert prompt.iloc[0] == 0
-    assert prompt.is_monotonic_increasing
-    assert 0 < prompt.iloc[-1] <= 10 * int(0.25 * PROMPT)
+
+
+def test_at_most_the_fixed_share_of_each_prompt_is_merged_and_stays_so(layers):
+    carried = layers[layers["part"] == "prompt"].groupby("layer")["carried"].sum()
+    assert carried.iloc[0] == 0
+    assert carried.is_monotonic_increasing
+    assert 0 < carried.iloc[-1] <= 10 * int(0.25 * PROMPT)
     assert layers.loc[layers["part"] == "continuation", "carried"].eq(0).all()
 
 
-def test_something_halts_and_widths_are_set_after_half_depth(layers):
+def test_tokens_halt_until_they_take_part_again_and_widths_are_set_after_half_depth(records, layers):
     assert layers["halted"].sum() > 0
+    assert trace_counts.first_resumed_layer(records[0]) == LAYERS  # resume_layers=1: the last one
+    assert layers.loc[layers["layer"] == LAYERS, "halted"].eq(0).all()
     widths = layers[[f"bits_{width}" for width in trace_counts.WIDTHS]].sum(axis=1)
-    assert widths[layers["layer"] <= LAYERS // 2].eq(0).all()
     late = layers["layer"] > LAYERS // 2
+    assert widths[~late].eq(0).all()
     assert widths[late].sum() > 0
     assert (widths <= layers["active"]).all()
 
@@ -72,24 +68,14 @@ def test_branches_add_up_and_agree_with_the_layers(records, layers):
     assert (branches["tokens"] == branches["halted"] + branches["merged"] + branches["full"]).all()
     prompts = branches[branches["part"] == "prompt"]
     assert prompts["merged"].sum() == layers[(layers["part"] == "prompt") & (layers["layer"] == LAYERS)]["carried"].sum()
-    assert (prompts["halted_layers"] >= prompts["halted"]).all()
-    assert (prompts["halted_layers"] <= LAYERS * prompts["halted"]).all()
+    assert prompts["halted_layers"].between(prompts["halted"], LAYERS * prompts["halted"]).all()
 
 
-def test_under_all_there_is_one_part(records):
-    assert set(trace_counts.by_layer(records[1])["part"]) == {"all"}
-    assert set(trace_counts.by_branch(records[1])["part"]) == {"all"}
-
-
-def test_a_dense_record_has_nothing_to_count(records):
-    with pytest.raises(ConfigError, match="no trace"):
-        trace_counts.by_layer(records[2])
-
-
-def test_halted_tokens_take_part_again_where_they_were_told_to(records):
-    assert trace_counts.first_resumed_layer(records[0]) == LAYERS  # resume_layers=1: the last one
-    first = trace_counts.by_layer(records[0])
-    assert first.loc[first["layer"] == LAYERS, "halted"].eq(0).all()
+def test_under_all_there_is_one_part_and_a_dense_record_has_nothing_to_count(records):
+    for count in (trace_counts.by_layer, trace_counts.by_branch):
+        assert set(count(records[1])["part"]) == {"all"}
+        with pytest.raises(ConfigError, match="no trace"):
+            count(records[2])
 
 
 def test_a_share_is_a_ratio_of_sums_with_its_interval():
@@ -100,20 +86,21 @@ def test_a_share_is_a_ratio_of_sums_with_its_interval():
     assert (certain.value, certain.low, certain.high) == pytest.approx((10, 10, 10))
 
 
+DEPTH = np.arange(1, 9)
+
+
+def decay(active):
+    frames = [pd.DataFrame({"window": window, "layer": DEPTH, "tokens": 1e6, "active": active}) for window in range(8)]
+    return trace_counts.decay_per_layer(pd.concat(frames), 8)
+
+
 @pytest.mark.parametrize("alpha", [0.02, 0.1, 0.5])
 def test_an_exponential_decay_is_found_again(alpha):
-    depth = np.arange(1, 9)
-    frames = [
-        pd.DataFrame({"window": w, "layer": depth, "tokens": 1e6, "active": 1e6 * np.exp(-alpha * depth)}) for w in range(8)
-    ]
-    found, quality = trace_counts.decay_per_layer(pd.concat(frames), 8)
+    found, quality = decay(1e6 * np.exp(-alpha * DEPTH))
     assert found.value == pytest.approx(alpha)
     assert found.low == pytest.approx(alpha)
     assert quality == pytest.approx(1)
 
 
 def test_what_is_no_decay_is_a_bad_fit():
-    depth = np.arange(1, 9)
-    step = np.where(depth < 7, 1e6, 1e5)
-    frames = [pd.DataFrame({"window": w, "layer": depth, "tokens": 1e6, "active": step}) for w in range(8)]
-    assert trace_counts.decay_per_layer(pd.concat(frames), 8)[1] < 0.7
+    assert decay(np.where(DEPTH < 7, 1e6, 1e5))[1] < 0.7

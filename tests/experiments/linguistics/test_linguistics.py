@@ -23,12 +23,8 @@ def outcomes(tmp_path_factory) -> dict[str, Outcome]:
     folder = tmp_path_factory.mktemp("world")
     world = [word for word in make_world(folder, window=96, prompt=80) if not word.startswith(("dataset", "measure"))]
     bank = make_treebank(folder / "bank", sentences=120, space="")
-    world += [
-        f"dataset.files.test={bank}",
-        f"dataset.files.calibration={bank}",
-        "dataset.windows=12",
-        "dataset.calibration_windows=4",
-    ]
+    world += [f"dataset.files.test={bank}", f"dataset.files.calibration={bank}"]
+    world += ["dataset.windows=12", "dataset.calibration_windows=4"]
     world += [f"results_dir={folder / 'results'}", "measure.word_signals.windows=6"]
     rows = [*runs.halting(runs.MAIN, "paper_b2"), *runs.fusion()[:2]]
     tiny = "modules.halting.resume_layers=0"  # six layers
@@ -65,9 +61,8 @@ def test_the_table_of_classes_prints_what_was_measured(outcomes):
     assert row["halted_pct_low"] < row["halted_pct"] < row["halted_pct_high"]
     beyond = made.frame[(made.frame["panel"] == "nulls") & (made.frame["key"] == f"{runs.MAIN}.content")].iloc[0]
     assert beyond["random"] + beyond["random_expected"] == pytest.approx(row["halted_pct"])
-    assert [key for key in rates.index if key.startswith("paper_b2")] == [
-        "paper_b2.all"
-    ]  # nobody halts: classes have nothing to say
+    # Nobody halts by the paper's constants, so classes have nothing to say.
+    assert [key for key in rates.index if key.startswith("paper_b2")] == ["paper_b2.all"]
     model = made.frame[made.frame["panel"] == "model"]
     assert model["class_adds"].iloc[0] == pytest.approx(model["class_explained"].iloc[0] - model["start_explained"].iloc[0])
     text = made.text()
@@ -91,18 +86,17 @@ def test_the_claims_get_verdicts_from_these_records(outcomes):
     numbers = {"table": ("2", "9"), "figure": ("word_signals",)}
     sources = [Source(find(kind, one), all_of(one, outcomes, kind), "make it") for kind, ones in numbers.items() for one in ones]
     ledger = frame(sources).set_index("claim")
-    for claim in (
+    quantities = (
         "table2.content_words.halted_share_pct",
         "table9.layer12.random_precision_pct",
         "e4.collapse.entropy_change_nats",
-    ):
+    )
+    for claim in quantities:
         rows = ledger.loc[[claim]]
         assert rows["measured"].notna().any(), claim
         assert (rows["measured_low"].dropna() <= rows["measured"].dropna()).all()
-    assert (
-        "no record" in ledger.loc["table9.layer20.precision_pct", "why"]
-        or "failed" in ledger.loc["table9.layer20.precision_pct", "why"]
-    )
+    why = ledger.loc["table9.layer20.precision_pct", "why"]
+    assert "no record" in why or "failed" in why
 
 
 @pytest.mark.parametrize("number", first(["halting_by_class", "word_signals", "fusion_and_constituents"]))

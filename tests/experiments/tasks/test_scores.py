@@ -8,9 +8,9 @@ import pandas as pd
 import pytest
 from fake_tasks import COUNT, record, wrong
 
-from quicksilver.experiments.tasks import scores, table04_tasks
+from quicksilver.experiments.tasks import scores
 from quicksilver.measure.task import EXAMPLES
-from quicksilver.report.artefacts import Outcome
+from quicksilver.report.artefacts import Outcome, find
 from quicksilver.report.claims.reported import reported
 from quicksilver.runs.choices import choices
 from quicksilver.runs.config import compose
@@ -61,13 +61,13 @@ def test_the_table_says_what_was_lost_and_what_could_have_been_seen(tmp_path: Pa
     dense = record(tmp_path, "dense", wrong(*range(20)), dense=True)
     run = record(tmp_path, "run", wrong(*range(40)), saved=0.4)
     outcomes = []
-    for row in table04_tasks.rows():
+    for row in scores.rows():
         task, system = row.key.split(".")
         if task != "sst2":
             outcomes.append(Outcome(row, reason="no record"))
         else:
             outcomes.append(Outcome(row, dense if system == "dense" else run, dense))
-    table = table04_tasks.table(outcomes, "table04")
+    table = scores.table04_tasks(outcomes, "table04")
     text = table.text()
     assert "94.8" in text
     assert "Ours: least attended stop: SST-2 -10.0" in text
@@ -79,14 +79,9 @@ def test_the_table_says_what_was_lost_and_what_could_have_been_seen(tmp_path: Pa
 
 
 def test_a_score_has_its_interval(tmp_path: Path) -> None:
-    dense = record(tmp_path, "dense", wrong(*range(20)), dense=True)
-    run = record(tmp_path, "run", wrong(*range(40)), saved=0.4)
-    row = next(row for row in table04_tasks.rows() if row.key == "sst2.paper")
-    found = scores.score_of(row.key)({row.key: Outcome(row, run, dense)})
-    assert found is not None
+    found = scores.score(record(tmp_path, "run", wrong(*range(40)), saved=0.4))
     assert found.value == pytest.approx(80)
     assert 70 < found.low < 80 < found.high < 90
-    assert scores.score_of(row.key)({row.key: Outcome(row, reason="no record")}) is None
 
 
 def test_rows_compose_and_claims_are_there() -> None:
@@ -98,4 +93,4 @@ def test_rows_compose_and_claims_are_there() -> None:
         assert config.model.name == scores.MODEL
         assert config.dataset.task is not None
     assert compose(rows[0].words(("model=gpt2", "dataset=c4"))).model.name == "gpt2"
-    assert all(claim.rpartition(".")[0] in reported() for claim in table04_tasks.ANSWERS)
+    assert all(claim.rpartition(".")[0] in reported() for claim in find("table", "4").answered)

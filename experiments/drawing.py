@@ -1,0 +1,64 @@
+"""What figures share: plain lines, legends above the axes, tokens along an axis, stacked and labelled cells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+_PLAIN: Mapping[str, Any] = {"linestyle": "-", "marker": ""}  # not the dashes and markers that the style goes through
+_RULE: Mapping[str, Any] = {"color": "black", "linewidth": 0.8, **_PLAIN}
+
+
+def line(axes: Axes, x: Any, y: Any, **look: Any) -> None:
+    """A solid line without markers, unless `look` says otherwise."""
+    axes.plot(x, y, **{**_PLAIN, **look})
+
+
+def points(axes: Axes, x: Any, y: Any, **look: Any) -> None:
+    """Markers without a line."""
+    axes.plot(x, y, linestyle="", **look)
+
+
+def horizontal(axes: Axes, y: float, **look: Any) -> None:
+    """A thin black line across the axes."""
+    axes.axhline(y, **{**_RULE, **look})
+
+
+def vertical(axes: Axes, x: float, **look: Any) -> None:
+    """A thin black line up the axes."""
+    axes.axvline(x, **{**_RULE, **look})
+
+
+def line_key(label: str, **look: Any) -> Line2D:
+    """A line in a legend."""
+    return Line2D([], [], label=label, **{**_PLAIN, **look})
+
+
+def keys_of(
+    looks: Mapping[str, Mapping[str, Any]], present: Iterable[str], labels: Mapping[str, str], **look: Any
+) -> list[Patch]:
+    """Legend patches of those states in `looks` that are present, called as in `labels` or by their names."""
+    there = set(present)
+    return [Patch(label=labels.get(name, name), **{**look, **own}) for name, own in looks.items() if name in there]
+
+
+def legend_above(axes: Axes, handles: Sequence[Any] | None = None, **options: Any) -> None:
+    """A legend over the upper left corner of the axes, where it covers nothing."""
+    given = {} if handles is None else {"handles": handles}
+    axes.legend(**given, loc="lower left", **{"bbox_to_anchor": (0, 1.0), **options})
+
+
+def labels_below(axes: Axes, labels: Sequence[str], size: float | None = 6.5, slots: Any = None) -> None:
+    """One upright label a column: the tokens of a text, in columns 0, 1, … or `slots`."""
+    options: dict[str, Any] = {} if size is None else {"fontsize": size}
+    axes.set_xticks(range(len(labels)) if slots is None else slots, labels, rotation=90, **options)
+
+
+def separate_columns(axes: Axes, columns: int) -> None:
+    """Thin white lines between the columns of a picture."""
+    for edge in range(1, columns):
+        vertical(axes, edge - 0.5, color="white", linewidth=0.4)

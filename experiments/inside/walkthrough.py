@@ -1,0 +1,267 @@
+"""One sentence under all four mechanisms: token by token (Table 5), and as trajectories through the layers (Figures 5 and 17)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+
+from quicksilver.records.record import Record
+from quicksilver.report.artefacts import Outcome, Row, artefact
+from quicksilver.report.claims.reported import reported
+from quicksilver.report.figure import DASHES, MARKERS, PALETTE, Figure, panels, style
+from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table
+
+from .. import drawing as draw
+from . import sentences
+
+TEXT = sentences.SENTENCE
+_GREY = "#dedede"
+
+
+def _runs() -> list[Row]:
+    return [sentences.everything()]
+
+
+# --- Table 5 ----------------------------------------------------------------------------------------------------------------------
+
+
+@artefact(_runs, sentences.READ)
+def table05_walkthrough(outcomes: Sequence[Outcome], name: str) -> Table:
+    """Table 5: the paper's sample sentence through all four modules, token by token.
+
+    Claims: the statements of the paper's Table 5 about single words (reported_tokens.yaml, table5.…). Its rule for K/V contradicts itself
+    (docs/conflicts.md #11).
+    """
+    frame = walk(sentences.measured(outcomes, "all four"))
+    panel = Panel("sentence", "In the order of the sentence", COLUMNS, sentences.caption(outcomes, TEXT))
+    return Table(name, "Table 5: one sentence through all four modules", frame, (panel,), _legend(frame))
+
+
+def walk(record: Record) -> pd.DataFrame:
+    """Per token: after which layer it halts (`halts_after_layer`, empty if never) with the drift and entropy there; in how many layers it has
+    no K/V entry; which token carries it from which layer on; its width and the entropy that decided it; the paper's words."""
+    signals, tokens, n_layers = record.signals(TEXT), record.texts[TEXT].tokens, record.model.layers
+    names = ("active", "kv", "carrier", "bits", "drift_relative", "entropy_nats")
+    active, kv, carriers, bits, drift, entropy = (sentences.layers(signals, name) for name in names)
+    decided = sentences.layer_after(record.config["modules"]["adaptive_quantization"]["depth"], n_layers)
+    claims, halted = _claims(), sentences.halted_after(active)
+    found = []
+    for slot, token in enumerate(tokens):
+        carrier, halts, width = carriers[slot], int(halted[slot]), int(bits.loc[n_layers, slot])
+        row: dict[str, Any] = dict.fromkeys(_WALKED) | {"panel": "sentence", "section": "", "slot": slot, "token": token.strip()}
+        fused_after = int((carrier != slot).idxmax()) - 1 if (carrier != slot).any() else None
+        if halts < n_layers and (fused_after is None or halts < fused_after):
+            again = active.loc[halts + 1 :, slot].astype(bool)
+            row |= {"halts_after_layer": halts, "resumes_in_layer": int(again.idxmax()) if again.any() else None}
+            row |= {"drift_relative": float(drift.loc[halts, slot]), "entropy_nats": float(entropy.loc[halts, slot])}
+        if fused_after is not None:
+            into = int(carrier.loc[n_layers])
+            row |= {"fused_after_layer": fused_after, "fused_into": into, "fused_into_token": tokens[into].strip()}
+        row["layers_without_kv"] = int((~kv[slot].astype(bool)).sum())
+        row["parts"] = int((carriers.loc[n_layers] == slot).sum())
+        if width < 16:
+            row |= {"bits": width, "deciding_entropy_nats": float(entropy.loc[decided, slot])}
+        found.append(row | {"paper": "; ".join(claims.get(token.strip().lower(), ()))})
+    return pd.DataFrame(found)
+
+
+_WALKED = (
+    *("panel", "section", "slot", "token", "halts_after_layer", "resumes_in_layer", "drift_relative", "entropy_nats"),
+    *(
+        "layers_without_kv",
+        "fused_after_layer",
+        "fused_into",
+        "fused_into_token",
+        "parts",
+        "bits",
+        "deciding_entropy_nats",
+        "paper",
+    ),
+)
+
+
+def _claims() -> dict[str, list[str]]:
+    """What the paper's Table 5 says, by word in lower case."""
+    said: dict[str, list[str]] = {}
+    for key, claim in reported().items():
+        word = re.search(r'"([^"]+)"', claim.quote) if key.startswith("table5.") else None
+        if word is not None:
+            said.setdefault(word[1].lower(), []).append(re.sub(r'^(Token )?"[^"]+":? *', "", claim.quote).replace("->", "→"))
+    return said
+
+
+def _number(name: str, text: str) -> Callable[[Mapping[str, Any]], Lines]:
+    return lambda row: (NO_VALUE,) if pd.isna(row[name]) else (text.format(row[name]),)
+
+
+def _halting(row: Mapping[str, Any]) -> Lines:
+    if pd.isna(row["halts_after_layer"]):
+        return (NO_VALUE,)
+    again = "" if pd.isna(row["resumes_in_layer"]) else f", again from {row['resumes_in_layer']:.0f}"
+    return (f"after {row['halts_after_layer']:.0f}{again}",)
+
+
+def _kv(row: Mapping[str, Any]) -> Lines:
+    if not pd.isna(row["fused_into"]):
+        return ("carrier’s",)
+    return (f"none in {row['layers_without_kv']:.0f}" if row["layers_without_kv"] else "all",)
+
+
+def _fusion(row: Mapping[str, Any]) -> Lines:
+    if not pd.isna(row["fused_into"]):
+        return (f"into {row['fused_into_token']} ({row['fused_into']:.0f}) after {row['fused_after_layer']:.0f}",)
+    return (f"carries {row['parts']:.0f}" if row["parts"] > 1 else NO_VALUE,)
+
+
+COLUMNS = (
+    Column("", "#", _number("slot", "{:.0f}")),
+    Column("", "token", lambda row: (row["token"],), align="left"),
+    Column("1. halting", "layer", _halting, align="left"),
+    Column("1. halting", "drift", _number("drift_relative", "{:.3f}"), expendable=2),
+    Column("1. halting", "entropy", _number("entropy_nats", "{:.2f}"), expendable=2),
+    Column("2. K/V", "layers", _kv, align="left"),
+    Column("3. fusion", "layer", _fusion, align="left"),
+    Column("4. quantization", "bits", _number("bits", "{:.0f}")),
+    Column("4. quantization", "entropy", _number("deciding_entropy_nats", "{:.2f}"), expendable=2),
+    Column("", "the paper says", lambda row: (row["paper"] or NO_VALUE,), align="left", expendable=1),
+)
+
+
+def _legend(frame: pd.DataFrame) -> tuple[str, ...]:
+    halted, fused = frame["halts_after_layer"].notna().sum(), frame["fused_into"].notna().sum()
+    skipped = ((frame["layers_without_kv"] > 0) & frame["fused_into"].isna()).sum()
+    widths = frame["bits"].value_counts().sort_index(ascending=False)
+    held = ", ".join(f"{count} are held at {width:.0f} bits" for width, count in widths.items())
+    return (
+        f"Of {len(frame)} tokens {halted} halt, {skipped} have no K/V entry in some layer, {fused} are carried by a neighbour, and {held}.",
+        "Layers are counted from 1. 1: the token halts after this layer, with this drift (relative) and this entropy (nats, "
+        "logit lens); it takes part again in the last layers. 2: in how many layers the token has no K/V entry, so that "
+        "no later token sees it. 3: the token that it is fused into, with its number, and after which layer. 4: the bit-width from half the depth "
+        "on, and the entropy by which it was chosen. -: nothing was done to it.",
+        "Order at one layer: halting, K/V, fusion, precision (2.4). A token that halted or was fused before gets no bit-width.",
+        "What the paper says of a word (in a model of 30 layers) stands beside every token that is that whole word. The paper's "
+        "rule for K/V contradicts its own text: it skips at 15.18 > 0.45, which is the opposite of convergence, and 1.00 is not "
+        "below 0.30.",
+    )
+
+
+# --- Figures 5 and 17 -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A token worth drawing: why, its slot, and the last layer before it halted or was fused (None: it was not)."""
+
+    role: str
+    slot: int
+    until: int | None = None
+
+
+@artefact(_runs, sentences.READ)
+def figure05_17_trajectories(outcomes: Sequence[Outcome], name: str) -> Figure:
+    """Figures 5 and 17: trajectories of tokens through the layers, where one halts and where two are fused.
+
+    The paper draws one made-up value a layer. Here: the states on their first two principal components, and their norm.
+    """
+    record = sentences.measured(outcomes, "all four")
+    signals, text = record.signals(TEXT), record.texts[TEXT]
+    shown, names = chosen(signals), sentences.labels(text.tokens)
+    columns = ["layer", "slot", "token", "pca_0", "pca_1", "state_norm", "dense_pca_0", "dense_pca_1", "dense_state_norm"]
+    roles = pd.DataFrame([(one.slot, one.role, one.until) for one in shown], columns=["slot", "role", "until"])
+    frame = signals[columns].merge(roles, on="slot", how="left")
+    with style():
+        drawing, axes = panels(1, 2, size=(10, 4.2), width_ratios=[1.1, 1])
+        left, right = axes[0]
+        for _, token in frame[(frame["slot"] > 0) & frame["role"].isna()].groupby("slot"):
+            draw.line(left, token["dense_pca_0"], token["dense_pca_1"], color=_GREY, linewidth=0.6, zorder=1)
+            draw.line(right, token["layer"], token["dense_state_norm"], color=_GREY, linewidth=0.6, zorder=1)
+        for i, one in enumerate(shown):
+            token = frame[frame["slot"] == one.slot]
+            _trajectory(left, token, one, i, "pca_0", "pca_1", None)
+            _trajectory(right, token, one, i, "layer", "state_norm", f"“{names[one.slot]}” {one.role}")
+        look: dict[str, Any] = {"rotation": 90, "fontsize": 6.5, "ha": "right", "va": "bottom"}
+        for until, word in _events(shown).items():
+            draw.vertical(right, until, linestyle=":", zorder=0)
+            right.text(until, 0.02, f" {word} ", transform=right.get_xaxis_transform(), **look)
+        first, second = (100 * share for share in text.pca_explained[:2])
+        left.set(xlabel=f"first component ({first:.0f}% of the variance)", ylabel=f"second component ({second:.0f}%)")
+        left.set_title("States, a dot a layer (state units)")
+        right.set(xlabel="layer (0: embedding)", ylabel="‖h‖₂ (state units)", title="Norm of the state")
+        right.legend(loc="lower right", handlelength=3.5)
+    caption = _caption(outcomes, signals, shown)
+    return Figure(name, "Figures 5 and 17: trajectories of halting and fusion", frame, drawing, caption)
+
+
+def chosen(signals: pd.DataFrame) -> list[Shown]:
+    """Of words that are themselves to the end: the one in the middle of the sentence that never halts, and the one that halts longest;
+    and the first two that are fused with each other. What does not happen is left out."""
+    active = sentences.layers(signals, "active").astype(bool)
+    carrier = sentences.layers(signals, "carrier")
+    n_layers, n_tokens = active.index[-1], active.shape[1]
+    carried = carrier.loc[n_layers].value_counts()  # tokens by the slot that they end in
+    words = {int(slot) for slot, token in zip(signals["slot"], signals["token"], strict=True) if token.strip().isalpha()}
+    alone = [slot for slot in range(1, n_tokens) if (carrier[slot] == slot).all() and carried[slot] == 1]
+    alone = [slot for slot in alone if slot in words] or alone
+    halts = sentences.halted_after(active).loc[alone]
+    found = []
+    never = [slot for slot in alone if active[slot].all()]
+    if never:
+        found.append(Shown("goes through all layers", min(never, key=lambda slot: abs(slot - n_tokens // 2))))
+    if (halts < n_layers).any():
+        found.append(Shown("halts", int(halts.idxmin()), int(halts.min())))
+    for slot in range(1, n_tokens):
+        gone, into = carrier[slot] != slot, int(carrier.loc[n_layers, slot])
+        if gone.any() and carried[into] == 2:  # a pair
+            until = int(gone.idxmax()) - 1
+            return [*found, Shown("is fused into the next", slot, until), Shown("carries both", into, until)]
+    return found
+
+
+def _trajectory(axes: Axes, token: pd.DataFrame, one: Shown, i: int, x: str, y: str, label: str | None) -> None:
+    colour, last = PALETTE[(0, 1, 3, 2)[i % 4]], token["layer"].max()
+    end = one.until if one.until is not None and one.role != "carries both" else last
+    before, rest, at = token[token["layer"] <= end], token[token["layer"] >= end], token[token["layer"] == one.until]
+    look: dict[str, Any] = {"linestyle": DASHES[i], "marker": MARKERS[i], "markersize": 3, "label": label}
+    axes.plot(before[x], before[y], color=colour, zorder=3, **look)
+    if end < last:
+        dense_x = x if x == "layer" else f"dense_{x}"
+        draw.line(axes, rest[dense_x], rest[f"dense_{y}"], color=colour, linewidth=0.8, alpha=0.45, zorder=2)
+    if one.until is not None:
+        mark: dict[str, Any] = {"marker": "*" if one.role == "halts" else "X", "markersize": 11, "markeredgewidth": 0.6}
+        draw.points(axes, at[x], at[y], color=colour, markeredgecolor="black", zorder=4, **mark)
+
+
+def _events(shown: Sequence[Shown]) -> dict[int, str]:
+    """What happens after which layer."""
+    events: dict[int, dict[str, None]] = {}
+    for one in shown:
+        if one.until is not None:
+            events.setdefault(one.until, {})["halting" if one.role == "halts" else "fusion"] = None
+    return {layer: f"{' and '.join(kinds)} point" for layer, kinds in events.items()}
+
+
+def _caption(outcomes: Sequence[Outcome], signals: pd.DataFrame, shown: Sequence[Shown]) -> tuple[str, ...]:
+    inner = signals[signals["layer"] > 0]
+    first, others = (inner.loc[places, "dense_state_norm"].median() for places in (inner["slot"] == 0, inner["slot"] > 0))
+    jump = ""
+    for one in shown:
+        if one.role == "carries both":  # a state just merged is the mean of two
+            at = signals[(signals["slot"] == one.slot) & (signals["layer"] == one.until)].iloc[0]
+            jump = (
+                f" Right after the fusion the carrier's state is {at['sdi_l2']:.0f} away from its dense one, whose norm is "
+                f"{at['dense_state_norm']:.0f}."
+            )
+    return sentences.caption(
+        outcomes,
+        TEXT,
+        "States of a few tokens, layer by layer. Star: the token halts here; cross: it is fused with its neighbour. From there on the faint line in "
+        f"its colour shows the same token in the dense model. Grey: the other tokens, dense.{jump}",
+        "Drawn: the token nearest the middle of the sentence that never halts, the token that halts first, and the first pair that is fused.",
+        "Left: first two principal components of the dense states, over all layers and all tokens but the first, which often lies far off (an "
+        f"attention sink; its median norm is {first:.0f}, that of the others {others:.0f}).",
+    )

@@ -1,0 +1,244 @@
+"""Halting by part of speech on gold tags, beside what explains it without grammar: Tables 2, 8 and 12, and over depth as a figure.
+
+The paper prints the same numbers three times. Here they are one measurement on one treebank: the paper's rule with thresholds of this model
+and with those it prints, drift alone, and the rule of ours. The second panel asks what is left of a class's rate beyond words of the same
+frequency, position or spelling; the third what a model of position and frequency explains before it is told the class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from quicksilver.measure.words import WORDS, WordClassesResult
+from quicksilver.records.record import Record
+from quicksilver.report import provenance
+from quicksilver.report.artefacts import Outcome, artefact
+from quicksilver.report.claims.ledger import AnsweredBy
+from quicksilver.report.claims.reported import Estimate, reported
+from quicksilver.report.figure import GREY, PALETTE, Figure, panels, percent_of_shares, style, whiskers
+from quicksilver.report.table import ENDS, Column, Panel, Table
+
+from .. import drawing as draw
+from ..cells import ends, plain, with_ends, words
+from . import runs
+
+# class here -> what is printed, entry of reported_tasks.yaml
+CLASSES: dict[str, tuple[str, str | None]] = {
+    "determiner": ("Determiners (DT)", "table2.determiners"),
+    "preposition": ("Prepositions (IN)", "table2.prepositions"),
+    "conjunction": ("Conjunctions (CC)", "table2.conjunctions"),
+    "pronoun": ("Pronouns (PRP, PRP$)", "table2.pronouns"),
+    "auxiliary": ("Auxiliaries", "table2.auxiliaries"),
+    "content": ("Content words", "table2.content_words"),
+    "other": ("Others, marks", None),
+    "all": ("All", None),
+}
+MATCHED = "frequency × position"
+NULLS = {
+    "random": "any token",
+    "frequency": "as frequent",
+    "position": "at the same place",
+    "word start": "as whole a word",
+    MATCHED: "as frequent, same place",
+    "token": "the same token",
+}
+_DEPTHS = {25: 0.25, 50: 0.5, 75: 0.75}
+# What the logistic model is told, from left to right.
+_STEPS = {"position": "position", "frequency": "+ log frequency", "start": "+ word start", "class": "+ class"}
+
+
+def result(record: Record) -> WordClassesResult:
+    """What was measured."""
+    return record.measured("word_classes", WordClassesResult)
+
+
+# --- claims -----------------------------------------------------------------------------------------------------------------------
+
+
+def _answer(*names: str, note: str = "") -> AnsweredBy:
+    """The lowest rate of these classes by the paper's tags, in percent, and how far it is from that of any tokens."""
+
+    def lowest(record: Record) -> str:
+        return min(names, key=lambda name: result(record).of(name, "paper").halted.value)
+
+    def rate(record: Record) -> Estimate:
+        return Estimate.of(result(record).of(lowest(record), "paper").halted, 100)
+
+    def beyond(record: Record) -> Estimate | None:
+        null = result(record).of(lowest(record)).nulls.get("random")
+        return None if null is None else Estimate(100 * null.excess, 100 * null.excess_low, 100 * null.excess_high)
+
+    said = "; ".join(filter(None, ("drift and entropy, calibrated, half of the depth", note)))
+    return AnsweredBy(runs.HALTING, runs.MAIN, of_record=rate, beyond_chance=beyond, note=said)
+
+
+_LOWEST = _answer(*("determiner", "preposition", "conjunction"), note="the lowest of determiners, prepositions and conjunctions")
+_ANSWERS = {f"{claim}.halted_share_pct": _answer(name) for name, (_, claim) in CLASSES.items() if claim is not None}
+_ANSWERS |= {f"{entry}.function_words.halted_share_pct": _LOWEST for entry in ("section2", "s1")}
+_ANSWERS["m.content_words.halted_share_pct"] = _answer("content")
+
+
+# --- Tables 2, 8 and 12 -----------------------------------------------------------------------------------------------------------
+
+LEGEND = (
+    "A token has the class of its word, by gold tags; auxiliary: what the treebank's universal tag calls AUX. by the paper's tags: the same tokens "
+    "classed as its table says, DT, IN, CC, PRP and PRP$, MD with VBZ and VBP, NN with VB, JJ and RB. Intervals: Wilson's at the "
+    "number of independent tokens that sentences leave (design effect).",
+    "first, last, any: words instead of tokens, a word halting with its first, its last, or any of its tokens. The paper's percentages are at layer "
+    "15 of 30; 25%, 75%: the same of other depths.",
+    "Chance is computed exactly: the same counts, on random tokens that are as frequent (ten bins), at the same place of the window, as whole a word "
+    "(whole, first or later part), both, or of the same spelling, where only words of two classes can differ.",
+)
+COLUMNS = [
+    *("panel", "section", "key", "class", "reported_pct", "reported_tokens"),
+    *(f"{name}{end}" for name in ("halted_pct", "paper_tags_pct") for end in ENDS),
+    *(f"{name}_pct" for name in ("first", "last", "any", *(f"at_{depth}" for depth in _DEPTHS))),
+    *("tokens", "words", "sentences", *(f"{null}{end}" for null in NULLS for end in (*ENDS, "_expected"))),
+    *(*(f"{step}_explained" for step in _STEPS), "class_adds", "class_alone", "record"),
+]
+_RATES = (
+    Column("", "class", words("class"), align="left"),
+    Column("the paper", "halted", plain("reported_pct")),
+    Column("the paper", "tokens", plain("reported_tokens", 0), expendable=1),
+    Column("measured", "halted", with_ends("halted_pct")),
+    Column("measured", "by the paper's tags", with_ends("paper_tags_pct"), expendable=2),
+    *(Column("as words", rule, plain(f"{rule}_pct"), expendable=4) for rule in ("first", "last", "any")),
+    *(Column("at depth", f"{depth}%", plain(f"at_{depth}_pct"), expendable=3) for depth in _DEPTHS),
+    Column("", "tokens", plain("tokens", 0), expendable=1),
+)
+_BEYOND = (
+    *(Column("", "class", words("class"), align="left"), Column("", "halted", plain("halted_pct"))),
+    *(Column("points beyond", said, with_ends(null, sign=True), expendable=i) for i, (null, said) in enumerate(NULLS.items())),
+)
+_MODEL = (
+    Column("", "rule", words("class"), align="left"),
+    *(Column("deviance explained", said, plain(f"{step}_explained", 3)) for step, said in _STEPS.items()),
+    Column("", "class adds", plain("class_adds", 3)),
+    Column("", "class alone", plain("class_alone", 3)),
+)
+
+
+@artefact(runs.halting, (*runs.WORD_BY_WORD, WORDS), _ANSWERS)  # all of the words: notebook 4 deals the decisions anew
+def table02_08_12_halting_by_class(outcomes: Sequence[Outcome], name: str) -> Table:
+    """Tables 2, 8 and 12: halting by part of speech on gold tags, beside what explains it without grammar."""
+    frame = pd.DataFrame([row for one in outcomes for row in _rows(one)], columns=COLUMNS)
+    notes = (*_counted(outcomes), *runs.whose_tags(outcomes), *runs.failed(outcomes), *provenance.notes(outcomes))
+    beyond = "Percentage points above or below what chance gives among tokens that are alike"
+    explained = "Share of the deviance of “has halted” that a logistic model explains"
+    made = (
+        Panel("rates", "Tokens halted by half of the depth, %", _RATES, notes),
+        Panel("nulls", beyond, _BEYOND, ("Each with its 95% interval, clustered by sentence.",)),
+        Panel("model", explained, _MODEL, ("Terms are added from left to right; what class adds is the last step.",)),
+    )
+    return Table(name, "Tables 2, 8 and 12: halting by part of speech", frame, made, LEGEND)
+
+
+def _rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
+    if outcome.record is None:
+        return
+    found, section = result(outcome.record), outcome.row.technique
+    readings = {(one.name, one.reading) for one in found.classes}
+    shared = {"section": section, "record": outcome.record.fingerprint}
+    for name, (title, claim) in CLASSES.items():
+        if (name, "ours") not in readings or (name != "all" and not found.model):
+            continue  # where all tokens halted, or none, the classes have nothing to say
+        one = found.of(name)
+        row: dict[str, Any] = {**shared, "panel": "rates", "key": f"{outcome.row.key}.{name}", "class": title}
+        if claim is not None:
+            values = reported()[claim].values
+            row |= {"reported_pct": values["halted_share_pct"], "reported_tokens": values["tokens"]}
+        row |= ends("halted_pct", one.halted.value, one.halted.low, one.halted.high, 100)
+        if (name, "paper") in readings:
+            paper = found.of(name, "paper").halted
+            row |= ends("paper_tags_pct", paper.value, paper.low, paper.high, 100)
+        row |= {f"{rule}_pct": 100 * share for rule, share in one.halted_words.items()}
+        layers = len(one.by_layer)
+        row |= {f"at_{name}_pct": 100 * one.by_layer[max(0, round(depth * layers) - 1)] for name, depth in _DEPTHS.items()}
+        yield row | {"tokens": one.tokens, "words": one.words, "sentences": one.sentences}
+        if one.nulls and found.model:
+            row = {**row, "panel": "nulls"}
+            for null, against in one.nulls.items():
+                row |= ends(null, against.excess, against.excess_low, against.excess_high, 100)
+                row[f"{null}_expected"] = 100 * against.expected
+            yield row
+    if found.model:
+        explained = {tuple(one.terms): one.deviance_explained for one in found.model}
+        ordered = sorted((terms for terms in explained if terms[0] == "position"), key=len)
+        steps = {f"{step}_explained": explained[terms] for step, terms in zip(_STEPS, ordered, strict=True)}
+        adds = steps["class_explained"] - steps["start_explained"]
+        row = {**shared, "panel": "model", "section": "", "key": outcome.row.key, "class": section, **steps}
+        yield row | {"class_adds": adds, "class_alone": explained["class",]}
+
+
+def _counted(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    for one, record in [(one, one.record) for one in outcomes if one.record is not None][:1]:
+        counted = result(record).counted
+        yield (
+            f"{one.row.technique}: {counted.sentences} sentences ({counted.cut_sentences} cut by a window's end, {counted.long_sentences} longer "
+            f"than a window and skipped), {counted.words} words, {counted.tokens} tokens; {100 * counted.split_words:.0f}% of the words are several "
+            f"tokens, {100 * counted.tokens_of_two_words:.1f}% of the tokens touch two words. Halted by layer {result(record).layer}."
+        )
+
+
+# --- over depth -------------------------------------------------------------------------------------------------------------------
+
+DRAWN = tuple(CLASSES)[:6]
+_CHANCE = {MATCHED: (PALETTE[3], "-", "tokens as frequent, at the same place"), "random": (GREY, ":", "any tokens")}
+
+
+@artefact(lambda: runs.halting(runs.MAIN))
+def figure_halting_by_class(outcomes: Sequence[Outcome], name: str) -> Figure:
+    """Halting over depth by word class, the paper's rule against two nulls: any tokens, and tokens as frequent at the same place."""
+    (outcome,), (record,) = outcomes, runs.records(outcomes)
+    found = result(record)
+    lines, frames = [], []
+    with style():
+        drawing, axes = panels(2, 3, size=(9, 5), sharex=True, sharey=True)
+        for axis, kind in zip(axes.flat, DRAWN, strict=True):
+            if not found.has(kind):
+                axis.set_axis_off()
+                continue
+            frames.append(_over_depth(axis, found, kind))
+            beyond = found.of(kind).nulls[MATCHED]
+            value, low, high = (100 * end for end in (beyond.excess, beyond.excess_low, beyond.excess_high))
+            lines.append(f"{kind} {value:+.0f} [{low:+.0f} {high:+.0f}]")
+        for axis in axes[1]:
+            axis.set_xlabel("layer")
+        for axis in axes[:, 0]:
+            axis.set_ylabel("halted, %")
+        axes[1, 2].legend(*axes[0, 0].get_legend_handles_labels(), loc="upper left", fontsize=6.5)  # content words leave the room
+    caption = (
+        f"{outcome.row.technique}. Bands: 95% range of the same counts, on random tokens; bar: 95% interval at layer {found.layer}, "
+        "clustered by sentence; star: the paper. Halted tokens take part again in the last layers, which is not drawn.",
+        f"Points beyond chance among tokens as frequent at the same place, at layer {found.layer}: {', '.join(lines)}.",
+        *runs.whose_tags(outcomes),
+        *provenance.notes(outcomes),
+    )
+    return Figure(name, "Halting over depth by word class", pd.concat(frames), drawing, caption)
+
+
+def _over_depth(axis: Axes, found: WordClassesResult, kind: str) -> pd.DataFrame:
+    (title, claim), one = CLASSES[kind], found.of(kind)
+    depth, rate = np.arange(1, len(one.by_layer) + 1), 100 * np.array(one.by_layer)
+    frame = pd.DataFrame({"class": kind, "layer": depth, "halted_pct": rate})
+    for null, (colour, dash, label) in _CHANCE.items():
+        over, short = one.over_depth[null], null.replace(" × ", "_")
+        low, high, middle = (percent_of_shares(values) for values in (over.low, over.high, over.expected))
+        axis.fill_between(depth, low, high, color=colour, alpha=0.3, linewidth=0, label=f"chance among {label}")
+        draw.line(axis, depth, middle, color=colour, linestyle=dash, linewidth=1)
+        frame = frame.assign(**{f"{short}_pct": middle, f"{short}_pct_low": low, f"{short}_pct_high": high})
+    axis.plot(depth, rate, color=PALETTE[1], linestyle="-", marker="o", markersize=2.5, label="halted")
+    at = depth[found.layer - 1]
+    share, least, most = (100 * end for end in (one.halted.value, one.halted.low, one.halted.high))
+    axis.errorbar([at], [share], yerr=whiskers(share, least, most), color=PALETTE[1], capsize=3, linewidth=1.2)
+    if claim is not None:
+        star: dict[str, Any] = {"marker": "*", "markersize": 9, "color": "black", "label": "the paper, layer 15 of 30"}
+        draw.points(axis, [at], [reported()[claim].values["halted_share_pct"]], **star)
+    axis.set_title(f"{title}: {one.tokens:,} tokens")
+    axis.set_ylim(-3, 103)
+    return frame

@@ -36,15 +36,9 @@ from quicksilver.runtime.view import LayerView
 
 # Options of HFLM that mean the same here.
 PASSED_ON = (
-    "add_bos_token",
-    "chat_template_args",
-    "enable_thinking",
-    "max_batch_size",
-    "max_length",
-    "prefix_token_id",
-    "think_end_token",
+    "add_bos_token", "chat_template_args", "enable_thinking", "max_batch_size", "max_length", "prefix_token_id", "think_end_token",
     "truncation",
-)
+)  # fmt: skip
 _OURS = ("pretrained", "modules", "device", "dtype", "batch_size")
 _log = logging.getLogger(__name__)
 
@@ -166,7 +160,7 @@ class QuickSilverLM(HFLM):
         return apply(self.model, self.modules, execution=self.execution, decision_layers=self.decision_layers)
 
     def _after_prompts(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
-        """RecordIndex by the number of their request."""
+        """Answers by the number of their request."""
         prompts = self._prompts(requests)
         if not self.modules:
             # Dense inference knows no prompts. One that is asked for a single continuation of several tokens goes through in one pass with it.
@@ -199,7 +193,7 @@ class QuickSilverLM(HFLM):
         return sorted((Prompt(ids, tuple(which)) for ids, which in asked.items()), key=lambda one: (-len(one.ids), one.ids))
 
     def _answers(self, batch: Sequence[Prompt]) -> Iterator[tuple[int, Answer]]:
-        """RecordIndex to all requests of a few prompts, which are computed together, padded on the left."""
+        """Answers to all requests of a few prompts, which are computed together, padded on the left."""
         longest = max(len(one.ids) for one in batch)
         pads = [longest - len(one.ids) for one in batch]
         ids = torch.tensor(
@@ -250,7 +244,7 @@ class QuickSilverLM(HFLM):
     # -- whole texts -------------------------------------------------------------------------------------------------------------
 
     def _windows(self, requests: Sequence[Request], numbers: Sequence[int]) -> Iterator[tuple[int, Answer]]:
-        """RecordIndex to those requests, each scored in one pass over context and continuation, the long ones first.
+        """Answers to those requests, each scored in one pass over context and continuation, the long ones first.
 
         With modules those of one length go together, and nothing is padding. Without, padding on the right comes after all that is scored.
         """

@@ -6,7 +6,6 @@ import hashlib
 import random
 import sysconfig
 from pathlib import Path
-from typing import get_args
 
 from quicksilver.data.spec import FarContext, Part
 
@@ -86,14 +85,8 @@ _ADJECTIVES, _THINGS, _PLACES = (
 )
 
 
-def far_context(kind: str, part: Part) -> str:
-    """The text of one part.
-
-    Raises:
-        ValueError: there is no such kind.
-    """
-    if kind not in get_args(FarContext):
-        raise ValueError(f"{kind} is no text of far context: {', '.join(get_args(FarContext))}.")
+def far_context(kind: FarContext, part: Part) -> str:
+    """The text of one part: passages that are copied, or facts that are asked for behind a passage."""
     draw = random.Random(_SEEDS[part])
     passages = _passages(python_docs(part), _PASSAGE_CHARACTERS if kind == "copy" else _FILLER_CHARACTERS)
     draw.shuffle(passages)

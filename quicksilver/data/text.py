@@ -13,7 +13,7 @@ from typing import Any
 from quicksilver.data.annotation import Annotation
 from quicksilver.data.made_here import far_context, python_docs, python_source
 from quicksilver.data.sources import below, from_hub, json_lines, kind_of
-from quicksilver.data.spec import ANNOTATED, DatasetConfig, Part
+from quicksilver.data.spec import ANNOTATED, DatasetConfig, FarContext, Part
 from quicksilver.data.treebank import read_treebank
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.reading import read_bytes
@@ -63,7 +63,7 @@ def read_text(config: DatasetConfig, part: Part = "test", *, root: Path | None =
         except FileNotFoundError as error:
             raise ConfigError(str(error)) from error
     if config.reader.startswith("far-"):
-        kind = config.reader.removeprefix("far-")
+        kind: FarContext = "copy" if config.reader == "far-copy" else "recall"
         return Text(far_context(kind, part), f"far context by seed: {kind}")
     if config.reader == "task":
         from quicksilver.data.tasks import read_task, text_of

@@ -70,14 +70,9 @@ def classification_head(model: Any) -> Any:
 
 EMBEDDED = Path(__file__).parent / "reference"
 _TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
+    "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json",
-)
+)  # fmt: skip
 # Never *.bin, *.pt or *.py: pickles and code run what they like.
 _FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", *_TOKENIZER)
 _INDEX = "model.safetensors.index.json"
@@ -122,34 +117,34 @@ def locate(config: ModelConfig, root: Path | None = None) -> ModelFiles:
         ConfigError: nothing there, an incomplete folder, a hub that cannot be reached. The message names the offline choices.
     """
     kind, _, name = config.path.partition(":")
+    what = f"model={config.name}"
     if kind == "embedded":
         folder = EMBEDDED / name
         if not folder.is_dir():
             there = sorted(p.name for p in EMBEDDED.glob("*/")) if EMBEDDED.is_dir() else []
             raise ConfigError(
-                f"model={config.name}: the package has no embedded model {name} (it has {', '.join(there) or 'none'}). "
+                f"{what}: the package has no embedded model {name} (it has {', '.join(there) or 'none'}). "
                 f"In a clone `make train-reference MODEL={name}` trains it, if scripts/train_reference.py has a recipe of that name. Or take "
                 "another: model=gpt2, or model=folder model.name=… model.path=/folder."
             )
         if _weights_left_out(folder):  # records of it are found all the same; what would have to load it says so
             return ModelFiles(folder, f"embedded:{name}")
-        return ModelFiles(_complete(config, folder), f"embedded:{name}")
+        return _whole(config, folder, f"embedded:{name}")
     if kind == "data":
         if root is None:
             raise ConfigError(
-                f"model={config.name} lies in data.root, which is not set: give data.root=/folder (or QUICKSILVER_DATA), or "
-                f"model.path=/folder."
+                f"{what} lies in data.root, which is not set: give data.root=/folder (or QUICKSILVER_DATA), or model.path=/folder."
             )
-        return ModelFiles(_complete(config, root / name), f"folder:{root / name}")
+        return _whole(config, root / name, f"folder:{root / name}")
     if not config.path.strip():
-        raise ConfigError(f"model={config.name}: model.path is empty. {_PLACES}")
+        raise ConfigError(f"{what}: model.path is empty. {_PLACES}")
     path = Path(config.path).expanduser()
     if path.is_dir():
-        return ModelFiles(_complete(config, path), f"folder:{path}")
+        return _whole(config, path, f"folder:{path}")
     if path.is_absolute() or config.path.startswith((".", "~")) or config.path.count("/") > 1:
-        raise ConfigError(f"model={config.name}: there is no folder {path}. {_PLACES}")
+        raise ConfigError(f"{what}: there is no folder {path}. {_PLACES}")
     if root is not None and (root / config.name / "config.json").is_file():
-        return ModelFiles(_complete(config, root / config.name), f"folder:{root / config.name}")
+        return _whole(config, root / config.name, f"folder:{root / config.name}")
     return _from_hub(config)
 
 
@@ -183,7 +178,7 @@ def _from_hub(config: ModelConfig) -> ModelFiles:
         )
         with fetching(f"model={config.name}", config.path, "model", offline):
             cached = snapshot(local_only=False)
-    return ModelFiles(_complete(config, cached), f"hub:{config.path}", cached.name)
+    return _whole(config, cached, f"hub:{config.path}", cached.name)
 
 
 def _weights_left_out(folder: Path) -> dict[str, str]:
@@ -194,14 +189,12 @@ def _weights_left_out(folder: Path) -> dict[str, str]:
     return {name: digest for name, digest in named.items() if not (folder / name).is_file()}
 
 
-def _complete(config: ModelConfig, folder: Path) -> Path:
-    missing = _what_is_missing(folder)
-    if missing:
+def _whole(config: ModelConfig, folder: Path, source: str, commit: str | None = None) -> ModelFiles:
+    if missing := _what_is_missing(folder):
         raise ConfigError(
-            f"model={config.name}: {folder} has {missing}. It must be a Hugging Face model folder with safetensors weights "
-            f"and its tokenizer."
+            f"model={config.name}: {folder} has {missing}. It must be a Hugging Face model folder with safetensors weights and its tokenizer."
         )
-    return folder
+    return ModelFiles(folder, source, commit)
 
 
 def _what_is_missing(folder: Path) -> str | None:
@@ -335,18 +328,13 @@ def load(config: ModelConfig, files: ModelFiles) -> Loaded:
             raise ConfigError(
                 f"model={config.name}: model.parallel={config.parallel} cuts a language model, and this one classifies: leave it out."
             )
-        kind = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
+        kind: Any = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
         try:
-            loaded: Any = kind.from_pretrained(
-                files.folder,
-                dtype=getattr(torch, config.dtype),
-                attn_implementation=config.attn_implementation,
-                use_safetensors=True,
-                **placement,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # refused below, with the tensor's name
-                **local,
-            )
+            # Mismatched sizes are refused below, with the tensor's name.
+            model, info = kind.from_pretrained(
+                files.folder, dtype=getattr(torch, config.dtype), attn_implementation=config.attn_implementation,
+                use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **placement, **local,
+            )  # fmt: skip
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"model={config.name} does not fit into the memory of {device_map}: {_first_line(error)} Use model.dtype=bfloat16, or "
@@ -356,7 +344,6 @@ def load(config: ModelConfig, files: ModelFiles) -> Loaded:
             eager = "attention implementation" in str(error) and config.attn_implementation != "eager"
             remedy = "Use model.attn_implementation=eager." if eager else _INSTALL if isinstance(error, ImportError) else _REPAIR
             raise ConfigError(f"model={config.name}: {files.folder} cannot be loaded: {_first_line(error)} {remedy}") from error
-    model, info = loaded
     wrong = [*_loaded_wrongly(info), *_not_floats(files.folder)]
     if wrong:
         raise ConfigError(
@@ -437,19 +424,23 @@ def check_fits(config: ModelConfig, folder: Path) -> None:
     _check_device(config)
     if config.parallel:
         cut(folder)
-    elif config.device_map == "cpu":
-        memory_check.check_memory(_needed_bytes(config, folder), config.name)
-    elif config.device_map == "auto":
-        memory_check.check_room(_needed_bytes(config, folder), config.name, folder)
+    else:
+        _needed_bytes(config, folder)
 
 
 def _needed_bytes(config: ModelConfig, folder: Path) -> int:
+    """Of the weights, 0 where damaged files do not say; raises ConfigError where the machine's memory (`auto`: or its disk) holds fewer."""
     import torch
 
     try:
-        return memory_check.weights_bytes(folder, torch.empty((), dtype=getattr(torch, config.dtype)).element_size())
+        needed = memory_check.weights_bytes(folder, torch.empty((), dtype=getattr(torch, config.dtype)).element_size())
     except Exception:
-        return 0  # damaged files: loading says what is wrong with them
+        return 0  # loading says what is wrong with them
+    if config.device_map == "cpu":
+        memory_check.check_memory(needed, config.name)
+    elif config.device_map == "auto":
+        memory_check.check_room(needed, config.name, folder)
+    return needed
 
 
 def _placement(config: ModelConfig, folder: Path) -> dict[str, Any]:
@@ -462,10 +453,7 @@ def _placement(config: ModelConfig, folder: Path) -> dict[str, Any]:
 
     needed = _needed_bytes(config, folder)
     if config.device_map != "auto":
-        if config.device_map == "cpu":
-            memory_check.check_memory(needed, config.name)
         return {"device_map": config.device_map}
-    memory_check.check_room(needed, config.name, folder)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     # What accelerate would answer, without its hooks on every layer.
     if gpus == 1 and needed <= _USED_SHARE * torch.cuda.get_device_properties(0).total_memory:

@@ -9,30 +9,39 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quicksilver.data import made_here as source
-from quicksilver.data.made_here import far_context
+from quicksilver.data import made_here
+from quicksilver.data.made_here import far_context, python_docs
 from quicksilver.data.overlap import NGRAM_WORDS, ngrams, without_overlap
 from quicksilver.data.text import read_text
 from quicksilver.runs.config import compose
 from quicksilver.runtime.errors import ConfigError
 
 
-@pytest.mark.parametrize("kind", ["copy", "recall"])
-def test_a_text_is_the_same_every_time_and_parts_share_nothing(kind: str) -> None:
-    test, calibration = far_context(kind, "test"), far_context(kind, "calibration")
-    assert test == far_context(kind, "test")
-    assert not set(re.findall(r"\w{5,} [^\n]{60,}", test)) & set(re.findall(r"\w{5,} [^\n]{60,}", calibration))
-    assert compose([f"dataset=far-{kind}"]).dataset.reader == f"far-{kind}"
+def paragraphs(text: str) -> list[str]:
+    return [words for p in text.split("\n\n") if len(words := " ".join(p.split())) >= 40]
 
 
-def test_every_copy_is_whole() -> None:
+@pytest.mark.parametrize("name", ["python-docs", "far-copy", "far-recall", "python-source"])
+def test_a_text_is_the_same_every_time_and_parts_share_nothing(name):
+    config = compose([f"dataset={name}"]).dataset
+    test, calibration = read_text(config), read_text(config, "calibration")
+    assert test.digest == read_text(config).digest != calibration.digest
+    if name != "python-source":
+        shared = r"\w{5,} [^\n]{60,}"
+        assert not set(re.findall(shared, test.text)) & set(re.findall(shared, calibration.text))
+
+
+def test_python_docs_scores_nothing_twice_and_never_calibrates_on_what_it_scores():
+    test, calibration = python_docs("test"), python_docs("calibration")
+    assert not set(paragraphs(test)) & set(paragraphs(calibration))
+    assert len(test) > 3 * len(calibration) > 100_000
+    assert len(paragraphs(test)) == len(set(paragraphs(test)))
+
+
+def test_every_copy_is_whole_and_every_question_is_answered_as_it_was_said():
     text = far_context("copy", "test")
-    passage = text[: text.index("\n\n", 850)]
-    assert text.startswith("\n\n".join([passage[:800]]))
-    assert text.count(passage[:800]) == 3
-
-
-def test_every_question_is_answered_as_it_was_said() -> None:
+    passage = text[:800]
+    assert text.count(passage) == 3
     facts = re.findall(r"Where is the [a-z ]+\? In the [a-z]+\.", far_context("recall", "test"))
     block = facts[:24]
     assert sorted(block[:12]) == sorted(block[12:])
@@ -40,29 +49,16 @@ def test_every_question_is_answered_as_it_was_said() -> None:
     assert len(set(block)) == 12
 
 
-def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="copy, recall"):
-        far_context("nonsense", "test")
-
-
-def test_a_part_is_whole_files_of_its_packages_and_parts_share_none():
-    parts = {part: source.source_files(part) for part in source.PACKAGES}
+def test_a_part_is_whole_files_of_its_packages_and_parts_share_none(tmp_path, monkeypatch):
+    parts = {part: made_here.source_files(part) for part in made_here.PACKAGES}
     assert not set(parts["test"]) & set(parts["calibration"])
     for part, files in parts.items():
-        text = source.python_source(part)
+        text = made_here.python_source(part)
         assert len(text) > 300_000
         assert "test" not in {name for path in files for name in path.parts[-3:-1]}
         assert files[0].read_text(encoding="utf-8").strip() in text
         ast.parse(files[-1].read_text(encoding="utf-8"))
-
-
-def test_the_dataset_reads_it_and_takes_no_file():
-    config = compose(["dataset=python-source"]).dataset
-    assert read_text(config, "calibration").text == source.python_source("calibration")
-
-
-def test_a_python_without_source_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(source.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(made_here.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(ConfigError, match="has no Python files: dataset=python-source needs the library's source"):
         read_text(compose(["dataset=python-source"]).dataset)
 
@@ -71,18 +67,17 @@ WORDS = st.lists(st.sampled_from("abcd"), min_size=0, max_size=60)
 
 
 @given(ours=st.lists(WORDS, max_size=6), theirs=WORDS, words=st.integers(2, 5))
-def test_nothing_that_is_shared_is_left_within_a_line(ours: list[list[str]], theirs: list[str], words: int) -> None:
+def test_nothing_that_is_shared_is_left_within_a_line(ours: list[list[str]], theirs: list[str], words: int):
     text = "".join(" ".join(line) + "\n" for line in ours)
     found = without_overlap(text, {"test": " ".join(theirs)}, words)
     held = set(ngrams(" ".join(theirs), words))
     assert not any(held & set(ngrams(line, words)) for line in found.text.splitlines())
     assert found.removed == found.removed_by["test"]
     if not held & set(ngrams(text, words)):
-        assert found.text == text
-        assert found.removed == 0
+        assert (found.text, found.removed) == (text, 0)
 
 
-def test_case_and_punctuation_hide_nothing_and_a_shared_run_across_lines_counts() -> None:
+def test_case_and_punctuation_hide_nothing_and_a_shared_run_across_lines_counts():
     run = [f"word{i}" for i in range(NGRAM_WORDS)]
     text = "first line stays\n" + " ".join(run[:7]).upper() + ",\n" + "; ".join(run[7:]) + ".\nlast line stays\n"
     found = without_overlap(text, {"test": "before " + " ".join(run) + " after", "other": "nothing of it"})

@@ -1,70 +1,86 @@
-"""Order, statistics and refusals of the stopwatch; that a peak is seen. No test here asserts how long anything takes."""
+"""Interposed FLOPs are right on operators whose count is known (on whole models: tests/runtime/test_any_run.py), and a peak of memory is seen."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from harness_world import make_world
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny import Batch, Hashed, load
+from torch.utils.flop_counter import FlopCounterMode
 
-from quicksilver.measure import Alternation, LatencySamples, alternate, memory, peak_memory
-from quicksilver.measure import latency as stopwatch
+from quicksilver.measure import attention_pairs, count_by_operator, count_executed, memory, peak_memory
+from quicksilver.measure.flop_counter import FORMULAS, aten
 from quicksilver.measure.memory import MemoryResult, paper_kv_delta_bytes, peak_tensor_bytes
 from quicksilver.records.record import load_record
 from quicksilver.runs.config import compose
 from quicksilver.runs.run import ensure
-from quicksilver.runtime import QuickSilverError, apply
+from quicksilver.runtime import apply
 
 MIB = 1 << 20
 
 
-def test_callables_take_turns_and_the_first_is_its_own_control() -> None:
-    calls: list[str] = []
-    fns = {name: (lambda name=name: calls.append(name)) for name in ("dense", "halting", "skipping")}
-    result = alternate(fns, warmup=2, repeats=3)
-    warm_up = ["dense", "halting", "skipping"] * 2
-    assert calls == warm_up + ["dense", "halting", "skipping", "dense"] * 3
-    assert list(result) == ["dense", "halting", "skipping"]
-    assert all(len(samples.ms) == 3 for samples in result.values())
-    assert result.control == "dense"
-    assert len(result.control_ms) == 3
+@settings(deadline=None)
+@given(queries=st.integers(1, 30), keys=st.integers(1, 30), causal=st.booleans())
+def test_attention_pairs_are_those_of_the_mask(queries: int, keys: int, causal: bool) -> None:
+    mask = torch.ones(queries, keys)
+    assert attention_pairs(queries, keys, causal) == int((mask.tril() if causal else mask).sum())
 
 
-def test_times_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: now[0])
-
-    def takes(*seconds: float):
-        durations = iter(seconds)
-
-        def fn() -> None:
-            now[0] += next(durations)
-
-        return fn
-
-    # a: warm-up, then (sample, control) × 3
-    result = alternate({"a": takes(9.0, 1.0, 1.5, 2.0, 2.0, 3.0, 3.0), "b": takes(9.0, 0.5, 1.5, 1.5)}, warmup=1, repeats=3)
-    assert result["a"].ms == pytest.approx([1000, 2000, 3000])
-    assert result["a"].median == pytest.approx(2000)
-    assert result["a"].iqr == pytest.approx(1000)
-    assert result.noise_floor == pytest.approx(0.25)  # ratios 1.5, 1, 1: the upper quartile
-    ratio = result.ratio("b", "a")
-    assert ratio.median == pytest.approx(0.5)
-    assert (ratio.low, ratio.high) == pytest.approx((0.5, 0.625))
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_attention_counts_the_pairs_it_visits(grad: bool, dtype: torch.dtype) -> None:
+    """torch's own counter gives 0 for this operator on a CPU."""
+    q = torch.randn(2, 4, 10, 8, dtype=dtype)
+    kv = torch.randn(2, 4, 10, 8, dtype=dtype)
+    with torch.set_grad_enabled(grad):
+        assert count_executed(lambda: F.scaled_dot_product_attention(q, kv, kv)) == 4 * 2 * 4 * 8 * 100
+        assert count_executed(lambda: F.scaled_dot_product_attention(q, kv, kv, is_causal=True)) == 4 * 2 * 4 * 8 * 55
+        masked = count_executed(lambda: F.scaled_dot_product_attention(q, kv, kv, attn_mask=torch.ones(10, 10, dtype=torch.bool)))
+    assert masked == 4 * 2 * 4 * 8 * 100  # a mask hides pairs, the kernel visits them all the same
+    few = torch.randn(2, 2, 10, 8, dtype=dtype)
+    with torch.no_grad():  # grouped queries: heads are those of the queries
+        grouped = count_executed(lambda: F.scaled_dot_product_attention(q, few, few, is_causal=True, enable_gqa=True))
+    assert grouped == 4 * 2 * 4 * 8 * 55
 
 
-def test_an_exception_leaves_the_garbage_collector_as_it_was() -> None:
-    import gc
+def test_the_formulas_of_gpu_attention_read_causality_where_each_operator_keeps_it() -> None:
+    q = torch.Size((2, 4, 10, 8))
+    half, full = 4 * 2 * 4 * 8 * 55, 4 * 2 * 4 * 8 * 100
+    assert FORMULAS[aten._scaled_dot_product_flash_attention](q, q, q, 0.0, True) == half
+    assert FORMULAS[aten._scaled_dot_product_flash_attention](q, q, q, is_causal=True) == half
+    assert FORMULAS[aten._scaled_dot_product_flash_attention](q, q, q, 0.0, False, True) == full
+    for operator in (aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention):
+        assert FORMULAS[operator](q, q, q, None, True, 0.0, True) == half
+        assert FORMULAS[operator](q, q, q, None, True, 0.0) == full
+    assert FORMULAS[aten._scaled_dot_product_fused_attention_overrideable](q, q, q, None, 0.0, True) == half
 
-    def fails() -> None:
-        raise RuntimeError("broken")
 
-    with pytest.raises(RuntimeError, match="broken"):
-        alternate({"a": fails}, warmup=0)
-    assert gc.isenabled()
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_it_counts_what_torchs_own_counter_counts(guard: Callable[[], AbstractContextManager[None]]) -> None:
+    model, ids = load("llama"), torch.arange(1, 13).view(2, 6)
+    torchs = FlopCounterMode(display=False, custom_mapping=FORMULAS)
+    with guard():
+        with torchs:
+            model(ids)
+        found = count_by_operator(lambda: model(ids))
+    assert found == {str(operator): flops for operator, flops in torchs.get_flop_counts()["Global"].items()}
+    assert sum(found.values()) > 0
+
+
+def test_products_with_vectors_count_too() -> None:
+    matrix, vector = torch.randn(3, 5), torch.randn(5)
+    assert count_by_operator(lambda: matrix @ vector) == {"aten.mv": 30}
+    assert count_by_operator(lambda: vector @ vector) == {"aten.dot": 10}
+    assert count_by_operator(lambda: torch.addmv(torch.randn(3), matrix, vector)) == {"aten.addmv": 30}
+    assert count_executed(lambda: matrix + 1) == 0
 
 
 @pytest.mark.parametrize("method", ["kernel", "sampling"])
@@ -85,50 +101,6 @@ def test_a_peak_that_is_gone_afterwards_is_seen(method: str, monkeypatch: pytest
     assert result.process_bytes - result.before_bytes > 48 * MIB
     again = peak_memory(lambda: None)
     assert again.process_bytes - again.before_bytes < 16 * MIB  # the earlier peak does not linger
-
-
-def some_times(**around: float) -> Alternation:
-    return Alternation({"a": LatencySamples([1.0, 1.0, 1.0])}, **({"load_before": 0.0, "load_after": 0.0} | around))  # type: ignore[arg-type]
-
-
-def test_another_load_and_a_clock_that_jumps_are_said() -> None:
-    ours = torch.get_num_threads()
-    assert some_times().warnings == []
-    assert some_times(load_before=ours + 0.4, seconds=100, clock_gap_s=0.15).warnings == []  # ours; a clock being adjusted
-    (busy,) = some_times(load_before=ours + 2.0).warnings
-    assert f"load average {ours + 2.0:.1f}" in busy
-    for gap in (3600.0, -5.0):
-        (jumped,) = some_times(seconds=100, clock_gap_s=gap).warnings
-        assert f"jumped by {gap:+.1f} s" in jumped
-
-
-def test_a_machine_that_sleeps_while_it_is_timed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, on_wall = [0.0], [1e9]
-
-    def takes_a_second() -> None:
-        now[0] += 1
-        on_wall[0] += 1
-
-    def sleeps() -> None:  # the clock that times stands still meanwhile, the one on the wall does not
-        takes_a_second()
-        on_wall[0] += 60
-
-    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(stopwatch.time, "time", lambda: on_wall[0])
-    assert alternate({"a": takes_a_second}, warmup=0, repeats=3).clock_gap_s == 0
-    assert "jumped by +180.0 s" in alternate({"a": takes_a_second, "b": sleeps}, warmup=0, repeats=3).warnings[-1]
-
-
-def test_a_clock_that_runs_backwards_gives_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-
-    def takes(seconds: float) -> None:
-        now[0] += seconds
-
-    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: now[0])
-    for seconds in (-1.0, 0.0):
-        with pytest.raises(QuickSilverError, match="b: the clock stood still or ran backwards"):
-            alternate({"a": lambda: takes(1.0), "b": lambda seconds=seconds: takes(seconds)}, warmup=0, repeats=3)
 
 
 def test_a_peak_of_tensors_is_exact_and_quiet(capfd: pytest.CaptureFixture[str]) -> None:

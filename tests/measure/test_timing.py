@@ -1,0 +1,288 @@
+"""Stopwatches: callables take turns, every moment of a pass belongs to one component, every token served has a time. How long anything takes,
+no test asserts."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from drawing import all_four
+from thinning import first
+from tiny import FAMILIES, VOCABULARY, Batch, Never, build, load, unlike_first
+from transformers.cache_utils import Cache
+
+from quicksilver.measure import Alternation, LatencySamples, alternate, components
+from quicksilver.measure import latency as stopwatch
+from quicksilver.measure.components import COMPONENTS, KERNELS, OF_PHASE, SectionClock, Subject, component_latency, watching
+from quicksilver.measure.deployment import Percentiles, Served, ServingResult, deployment, serve
+from quicksilver.modules import StaticDepth
+from quicksilver.runtime import QuickSilverError, apply, architecture_of, phases
+
+# -- turns -------------------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """The clock that times and the one on the wall; work moves them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.on_wall = 0.0, 1e9
+        monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(stopwatch.time, "time", lambda: self.on_wall)
+
+    def takes(self, *seconds: float, asleep: float = 0.0) -> Callable[[], None]:
+        """A call takes the next of `seconds`, the last again and again; meanwhile `asleep` more pass on the wall alone."""
+        durations = list(seconds)
+
+        def fn() -> None:
+            passed = durations.pop(0) if len(durations) > 1 else durations[0]
+            self.now += passed
+            self.on_wall += passed + asleep
+
+        return fn
+
+
+def test_callables_take_turns_and_the_first_is_its_own_control() -> None:
+    calls: list[str] = []
+    fns = {name: (lambda name=name: calls.append(name)) for name in ("dense", "halting", "skipping")}
+    result = alternate(fns, warmup=2, repeats=3)
+    assert calls == ["dense", "halting", "skipping"] * 2 + ["dense", "halting", "skipping", "dense"] * 3
+    assert list(result) == ["dense", "halting", "skipping"]
+    assert all(len(samples.ms) == 3 for samples in result.values())
+    assert (result.control, len(result.control_ms)) == ("dense", 3)
+
+
+def test_times_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    # a: warm-up, then (sample, control) × 3
+    fns = {"a": clock.takes(9.0, 1.0, 1.5, 2.0, 2.0, 3.0, 3.0), "b": clock.takes(9.0, 0.5, 1.5, 1.5)}
+    result = alternate(fns, warmup=1, repeats=3)
+    assert result["a"].ms == pytest.approx([1000, 2000, 3000])
+    assert (result["a"].median, result["a"].iqr) == pytest.approx((2000, 1000))
+    assert result.noise_floor == pytest.approx(0.25)  # ratios 1.5, 1, 1: the upper quartile
+    ratio = result.ratio("b", "a")
+    assert (ratio.median, ratio.low, ratio.high) == pytest.approx((0.5, 0.5, 0.625))
+    assert result.clock_gap_s == pytest.approx(0)
+
+
+def test_a_machine_that_sleeps_while_it_is_timed_is_noticed_and_a_clock_that_runs_backwards_gives_no_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    second = clock.takes(1.0)
+    assert "jumped by +180.0 s" in alternate({"a": second, "b": clock.takes(1.0, asleep=60)}, 0, 3).warnings[-1]
+    for seconds in (-1.0, 0.0):
+        with pytest.raises(QuickSilverError, match="b: the clock stood still or ran backwards"):
+            alternate({"a": second, "b": clock.takes(seconds)}, warmup=0, repeats=3)
+
+
+def test_an_exception_leaves_the_garbage_collector_as_it_was() -> None:
+    with pytest.raises(ZeroDivisionError):
+        alternate({"a": lambda: 1 / 0}, warmup=0)
+    assert gc.isenabled()
+
+
+def some_times(**around: float) -> Alternation:
+    return Alternation({"a": LatencySamples([1.0, 1.0, 1.0])}, **around)  # type: ignore[arg-type]
+
+
+def test_another_load_and_a_clock_that_jumps_are_said() -> None:
+    ours = torch.get_num_threads()
+    assert some_times().warnings == []
+    assert some_times(load_before=ours + 0.4, seconds=100, clock_gap_s=0.15).warnings == []  # ours; a clock being adjusted
+    (busy,) = some_times(load_before=ours + 2.0).warnings
+    assert f"load average {ours + 2.0:.1f}" in busy
+    for gap in (3600.0, -5.0):
+        (jumped,) = some_times(seconds=100, clock_gap_s=gap).warnings
+        assert f"jumped by {gap:+.1f} s" in jumped
+
+
+# -- a pass taken apart ------------------------------------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+BATCH = Batch(((5, 9, 2, 33, 7, 8, 21, 4, 50, 3, 11, 60), (7, 7, 31, 5, 1, 2, 40, 8, 9, 30, 22, 6)))
+
+
+@pytest.fixture
+def ticks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """A clock that goes on by one second whenever somebody looks: a section's time is then how often it was innermost."""
+    now = [0.0]
+
+    def look() -> float:
+        now[0] += 1.0
+        return now[0]
+
+    monkeypatch.setattr(components.time, "perf_counter", look)
+    yield now
+
+
+def test_every_phase_of_the_runtime_is_a_component() -> None:
+    assert OF_PHASE.keys() == phases.PHASES.keys()
+    assert set(OF_PHASE.values()) <= set(COMPONENTS)
+
+
+def test_inner_sections_are_not_counted_in_outer_ones(ticks: list[float]) -> None:
+    clock = SectionClock(CPU)
+    clock.enter("model")  # looks at 1
+    clock.enter("norms", 3)  # 2
+    clock.enter("attention")  # 3, in the same layer
+    clock.leave()  # 4
+    clock.leave()  # 5
+    clock.leave()  # 6
+    assert clock.times_ms() == {("model", None): 2000, ("norms", 3): 2000, ("attention", 3): 1000}
+    assert sum(clock.times_ms().values()) == 1000 * (ticks[0] - 1)
+
+
+@pytest.mark.parametrize("family", first(unlike_first(FAMILIES), 2))
+def test_a_dense_pass_has_the_models_own_components_in_every_layer(family: str, ticks: list[float]) -> None:
+    model = load(family)
+    arch = architecture_of(model)
+
+    def call() -> None:
+        with torch.no_grad():
+            model(**BATCH.inputs(), use_cache=True)
+
+    found, times = component_latency({"dense": Subject(arch, call)}, warmup=1, repeats=3)
+    dense = found["dense"]
+    assert set(dense.components) == {*KERNELS, "kv_write", "model"} <= set(COMPONENTS)
+    for component in ("attention", "mlp", "norms", "kv_write"):
+        assert len(dense.layers_ms[component]) == arch.n_layers
+        assert all(ms > 0 for ms in dense.layers_ms[component])
+        assert sum(dense.layers_ms[component]) == dense.components[component].median_ms
+    assert list(times) == ["dense"]
+    assert times.noise_floor is not None
+    assert dense.sum_ms == sum(part.median_ms for part in dense.components.values())
+    assert dense.residual_pct == pytest.approx(100 * (dense.sum_ms / dense.headline_ms - 1))
+
+
+@pytest.mark.parametrize("family", first(["gpt2", "llama", "gpt_neox"]))
+def test_all_four_mechanisms_have_their_components_and_decide_alone_is_timed_beside_them(family: str) -> None:
+    model, plain = load(family), build(family)
+    with torch.no_grad(), apply(model, all_four()) as run:
+
+        def call() -> None:
+            run.reset()
+            model(**BATCH.inputs(), use_cache=True)
+
+        subjects = {
+            "dense": Subject(architecture_of(plain), lambda: plain(**BATCH.inputs())),
+            "run": Subject(run.arch, call, run.modules),
+        }
+        found, times = component_latency(subjects, 0, 3, besides={"decide": call})
+    assert set(found["run"].components) == set(COMPONENTS)
+    assert not {"decisions", "fusion", "quantization", "runtime"} & set(found["dense"].components)
+    assert list(times) == ["dense", "run", "decide"]
+    skipped = found["run"].layers_ms["decisions"][-1]
+    assert skipped == 0  # after the last layer there is nothing left to decide
+
+
+def test_entropy_does_not_look_like_the_models_output_head(ticks: list[float]) -> None:
+    model = load("gpt2")
+
+    def head_marks(entropy: bool) -> float:
+        module = Never(entropy=entropy)
+        with torch.no_grad(), apply(model, [module]) as run:
+            clock = SectionClock(CPU)
+            with watching(run.arch, run.modules, clock):
+                model(**BATCH.inputs(), use_cache=False)
+        return sum(ms for (component, _), ms in clock.times_ms().items() if component == "output_head")
+
+    assert head_marks(entropy=True) == head_marks(entropy=False) > 0
+
+
+def test_watching_changes_no_logit_and_leaves_nothing() -> None:
+    model = load("llama")
+    update = vars(Cache)["update"]
+    hooks = sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules())
+    modules = all_four()
+    with torch.no_grad(), apply(model, modules) as run:
+        own = [dict(vars(module)) for module in modules]
+        expected = model(**BATCH.inputs(), use_cache=True).logits
+        run.reset()
+        with watching(run.arch, run.modules, SectionClock(CPU)):
+            assert vars(Cache)["update"] is not update
+            assert len(phases._observers) == 1
+            assert torch.equal(model(**BATCH.inputs(), use_cache=True).logits, expected)
+        assert [set(vars(module)) for module in modules] == [set(one) for one in own]
+        with pytest.raises(IndexError), watching(run.arch, run.modules, SectionClock(CPU)):
+            model(torch.full((1, 3), VOCABULARY + 1))
+    assert vars(Cache)["update"] is update
+    assert not phases._observers
+    assert sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules()) == hooks
+
+
+# -- one request at a time ---------------------------------------------------------------------------------------------------------
+
+PROMPT = torch.tensor([[5, 9, 2, 33, 7, 5, 9, 2, 33, 7, 5, 9, 2]])
+NEW = 9
+
+
+def greedy(model: torch.nn.Module) -> list[int]:
+    ids = PROMPT
+    for _ in range(NEW):
+        logits = model(ids, use_cache=False).logits[:, -1]
+        logits[:, model.generation_config.eos_token_id] = -torch.inf
+        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], dim=1)
+    return ids[0, PROMPT.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@torch.no_grad()
+def test_served_tokens_are_those_of_greedy_decoding(family: str) -> None:
+    model = load(family)
+    served = serve(model, PROMPT, NEW)
+    assert served.tokens == greedy(model)
+    assert len(served.per_token_ms) == NEW - 1
+    assert served.first_ms > 0
+    assert served.first_ms + sum(served.per_token_ms) <= served.total_ms
+
+
+@torch.no_grad()
+def test_speculation_delivers_the_same_tokens_several_at_a_time() -> None:
+    model = load("gpt2")
+    served = serve(model, PROMPT, NEW, {"prompt_lookup_num_tokens": 3})
+    assert served.tokens == greedy(model)
+    assert len(served.per_token_ms) <= NEW - 1  # what came with the first token has no time of its own
+
+
+@torch.no_grad()
+def test_a_run_is_served_under_its_modules() -> None:
+    model = load("gpt2")
+    with apply(model, [StaticDepth(depth=0.2, missing_kv="drop")]) as run:
+        tokens = serve(model, PROMPT, NEW).tokens
+        assert len(run.trace.passes) == NEW
+    assert tokens != greedy(model)
+
+
+def served(step_ms: float, tokens: int = 5) -> Served:
+    steps = [step_ms] * (tokens - 1)
+    return Served(10.0, steps, 10.0 + sum(steps), list(range(tokens)))
+
+
+def test_ways_take_turns_and_the_first_is_its_own_control() -> None:
+    order: list[str] = []
+    steps = {"dense": iter([9.0, 40.0, 44.0, 40.0, 40.0, 40.0, 40.0]), "run": iter([9.0, 60.0, 60.0, 80.0])}
+
+    def way(name: str) -> Served:
+        order.append(name)
+        return served(next(steps[name]))
+
+    found, times = deployment({"dense": lambda: way("dense"), "run": lambda: way("run")}, warmup=1, repeats=3)
+    assert order == ["dense", "run"] + ["dense", "run", "dense"] * 3
+    assert times["dense"].ms == [40, 40, 40]
+    assert times.control_ms == [44, 40, 40]
+    assert times.ratio("run", to="dense").median == pytest.approx(1.5)
+    assert times.noise_floor == pytest.approx(0.05)
+    run = ServingResult.of(found["run"], 50.0)
+    assert run.per_token_ms == Percentiles(60, 80, None)  # twelve tokens have no 99th percentile
+    assert run.within_budget_pct == 0
+    assert ServingResult.of(found["dense"], 50.0).within_budget_pct == 100
+
+
+def test_a_hundred_tokens_have_a_99th_percentile() -> None:
+    many = ServingResult.of([served(float(ms), 51) for ms in (40, 60)], budget_ms=50.0)
+    assert many.tokens_timed == 100
+    assert many.per_token_ms.p99 == 60
+    assert many.within_budget_pct == 50
+    assert many.tokens_per_s == pytest.approx((51 / 2.010 + 51 / 3.010) / 2)

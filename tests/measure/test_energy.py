@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,39 +11,34 @@ import pytest
 from harness_world import make_world
 
 from quicksilver.measure import energy as meters
-from quicksilver.measure.energy import BELOW, CodeCarbonMeter, EmissionsResult, energy, meter_of
+from quicksilver.measure.energy import BELOW, CodeCarbonMeter, EmissionsResult, TokenEnergy, energy, meter_of
 from quicksilver.runs.config import compose
 from quicksilver.runs.run import ensure
 
 
-class Bench:
-    """A machine with a clock and a counter of its own: it draws `rest_w`, and more while a piece of work runs."""
+class Machine:
+    """A clock, and a meter that reads what is drawn: `rest_w` at rest, and what each work says."""
 
     method, measured, grid_kg_per_kwh = "a test", True, 0.36
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, rest_w: tuple[float, ...] = (10.0, 10.0, 10.0), step_j: float = 0.0
     ) -> None:
-        self.now, self.joules, self.began_j = 0.0, 0.0, 0.0
+        self.now = self.joules = self.began_j = 0.0
         self.rests, self.step_j = iter(rest_w), step_j
         self.windows: list[str] = []
         monkeypatch.setattr(meters.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(meters.time, "sleep", self.sleep)
+        monkeypatch.setattr(meters.time, "sleep", lambda seconds: self.spend("rest", seconds, next(self.rests)))
 
-    def spend(self, seconds: float, watts: float) -> None:
+    def spend(self, name: str, seconds: float, watts: float) -> None:
+        self.windows.append(name)
         self.now += seconds
         self.joules += seconds * watts
 
-    def sleep(self, seconds: float) -> None:
-        self.windows.append("rest")
-        self.spend(seconds, next(self.rests))
-
-    def work(self, name: str, seconds: float, watts: float) -> Callable[[], None]:
-        def fn() -> None:
-            self.windows.append(name)
-            self.spend(seconds, watts)
-
-        return fn
+    def energy(self, rounds: int, tokens: int, **works: tuple[float, float]) -> tuple[dict[str, TokenEnergy], dict[str, Any]]:
+        """Of works by name, each so many seconds long and of so many watts."""
+        calls = {name: partial(self.spend, name, *work) for name, work in works.items()}
+        return energy(calls, tokens, self, window_s=1.0, rounds=rounds)  # type: ignore[arg-type]
 
     def start(self) -> None:
         self.began_j = self.joules
@@ -54,11 +49,10 @@ class Bench:
 
 
 def test_rest_is_subtracted_and_every_window_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(monkeypatch)
-    works = {"dense": bench.work("dense", 0.4, 30.0), "run": bench.work("run", 0.3, 20.0)}
-    found, how = energy(works, 100, bench, window_s=1.0, rounds=3)
+    machine = Machine(monkeypatch)
+    found, how = machine.energy(3, 100, dense=(0.4, 30.0), run=(0.3, 20.0))
     # Each once to warm up, then in turns; 0.4 s fill a second in three calls, 0.3 s in four.
-    assert bench.windows == ["dense", "run"] + ["rest", *["dense"] * 3, *["run"] * 4] * 3
+    assert machine.windows == ["dense", "run"] + ["rest", *["dense"] * 3, *["run"] * 4] * 3
     assert found["dense"].gross_j_per_token == pytest.approx(0.4 * 30 / 100)
     assert found["dense"].net_j_per_token == pytest.approx(0.4 * 20 / 100)
     assert found["run"].net_j_per_token == pytest.approx(0.3 * 10 / 100)
@@ -69,20 +63,13 @@ def test_rest_is_subtracted_and_every_window_is_full(monkeypatch: pytest.MonkeyP
 
 
 def test_what_windows_of_rest_differ_by_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(monkeypatch, rest_w=(9.0, 10.0, 12.0))
-    found, _ = energy(
-        {"dense": bench.work("dense", 1.0, 12.5), "run": bench.work("run", 1.0, 14.0)}, 10, bench, window_s=1.0, rounds=3
-    )
-    assert found["dense"].net_j_per_token == BELOW  # 2.5 W above the median at rest, and rest itself moves by 3
+    found, _ = Machine(monkeypatch, rest_w=(9.0, 10.0, 12.0)).energy(3, 10, dense=(1.0, 12.5), run=(1.0, 14.0))
+    # Dense: 2.5 W above the median at rest, and rest itself moves by 3.
+    assert found["dense"].net_j_per_token == found["dense"].net_gco2_per_token == BELOW
     assert found["run"].net_j_per_token == pytest.approx(0.4)
     assert found["dense"].resolution_j_per_token == pytest.approx(0.3)
-    assert found["dense"].net_j_per_token == BELOW
-    assert found["dense"].net_gco2_per_token == BELOW
-
-
-def test_a_counter_that_does_not_move_gives_no_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(monkeypatch, rest_w=(0.1, 0.1), step_j=1000.0)
-    found, _ = energy({"dense": bench.work("dense", 1.0, 30.0)}, 10, bench, window_s=1.0, rounds=2)
+    # A counter that does not move gives no zero.
+    found, _ = Machine(monkeypatch, rest_w=(0.1, 0.1), step_j=1000.0).energy(2, 10, dense=(1.0, 30.0))
     assert found["dense"].net_j_per_token == BELOW
 
 
@@ -98,8 +85,7 @@ def test_the_meter_of_this_machine_needs_no_network_and_says_what_it_reads(monke
     assert meter.measured or "no energy counter" in meter.method
     assert 0 < meter.grid_kg_per_kwh < CodeCarbonMeter("DEU").grid_kg_per_kwh  # nuclear power against coal
     assert meter_of("FRA") is meter_of("FRA")
-    captured = capfd.readouterr()
-    assert captured.out + captured.err == ""
+    assert "".join(capfd.readouterr()) == ""
 
 
 class Steady:

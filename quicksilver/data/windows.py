@@ -141,28 +141,24 @@ def encode(
     return Windows(taken, len(every), len(ids), token_bytes, why, annotated)
 
 
-def windows_of(ids: torch.Tensor | Sequence[int], window_tokens: int, limit: int | None = None) -> torch.Tensor:
+def windows_of(ids: torch.Tensor | Sequence[int], window_tokens: int) -> torch.Tensor:
     """Cut a token stream into disjoint windows, in order; what is left over at its end is not used.
 
     Args:
         ids: (T,) token ids of the whole text.
         window_tokens: length of a window.
-        limit: at most this many windows; None: all there are.
 
     Returns:
         (W, window_tokens) long.
 
     Raises:
-        ConfigError: the text is shorter than one window, or `limit` is below 1.
+        ConfigError: the text is shorter than one window.
     """
     ids = torch.as_tensor(ids, dtype=torch.long)
-    if limit is not None and limit < 1:
-        raise ConfigError(f"a limit of {limit} windows leaves nothing to score: at least 1, or none for all.")
     count = len(ids) // window_tokens
     if count == 0:
         raise ConfigError(
             f"the text has {len(ids)} tokens and one window needs {window_tokens}: "
             "give a longer text, or a smaller protocol.window_tokens."
         )
-    count = count if limit is None else min(count, limit)
     return ids[: count * window_tokens].view(count, window_tokens)

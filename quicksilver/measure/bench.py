@@ -14,6 +14,7 @@ import torch
 from quicksilver.measure.latency import Step, shared_weight_copy
 from quicksilver.measure.measurement import Measurement, Result
 from quicksilver.measure.perplexity import Keep, Protocol, keep_nothing
+from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import RuntimeModule
 from quicksilver.runtime.run import Execution, Run, apply
 from quicksilver.runtime.trace import Trace
@@ -91,6 +92,17 @@ class Bench:
     def batch(self) -> torch.Tensor:
         """(B, N) long on the model's device: the first `batch_windows` windows, or as many as there are."""
         return self.windows.ids[: self.batch_windows].to(self.model.device)
+
+    def prompts(self, measurement: str, count: int, tokens: int, new_tokens: int) -> torch.Tensor:
+        """(P, N) long: the beginnings of the first windows; raises ConfigError where the model has no positions for what shall follow."""
+        found = self.windows.ids[:count, :tokens]
+        positions = getattr(self.model.config, "max_position_embeddings", None)
+        if positions is not None and found.shape[1] + new_tokens > positions:
+            raise ConfigError(
+                f"measure.{measurement}: prompt_tokens={found.shape[1]} and new_tokens={new_tokens} are more than the model's {positions} "
+                "positions."
+            )
+        return found
 
     def apply(
         self,

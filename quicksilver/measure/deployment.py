@@ -215,20 +215,10 @@ class Deployment(Measurement):
     timed = True
 
     def check(self, setting: Setting) -> None:
-        if self.prompt_tokens > setting.window_tokens:
-            raise ConfigError(
-                f"prompt_tokens={self.prompt_tokens}: the prompt is the beginning of a window, and a window has "
-                f"protocol.window_tokens={setting.window_tokens}."
-            )
+        setting.check_prompt(self.prompt_tokens)
 
     def run(self, bench: Bench) -> DeploymentResult:
-        prompt = bench.windows.ids[:1, : self.prompt_tokens].to(bench.model.device)
-        positions = getattr(bench.model.config, "max_position_embeddings", None)
-        if positions is not None and prompt.shape[1] + self.new_tokens > positions:
-            raise ConfigError(
-                f"measure.deployment: prompt_tokens={prompt.shape[1]} and new_tokens={self.new_tokens} are more than the model's {positions} "
-                "positions."
-            )
+        prompt = bench.prompts("deployment", 1, self.prompt_tokens, self.new_tokens).to(bench.model.device)
 
         def request(side: Side) -> Served:
             side.reset()

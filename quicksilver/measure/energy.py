@@ -188,21 +188,11 @@ def energy(
     Args:
         works: callables by name; each is repeated until its window is full.
         tokens_per_call: tokens that one call processes.
-        window_s: least length of a window in seconds.
-        rounds: windows of each; the spread of the windows of rest is the resolution.
+        window_s, rounds: as options of `Energy`.
 
     Returns:
         Energy by name, and how it was measured: method, whether there was a counter, grid factor, watts at rest.
-
-    Raises:
-        ConfigError: a window too short for a counter, fewer than 2 rounds, no tokens.
     """
-    if window_s < MIN_WINDOW_S:
-        raise ConfigError(f"window_s={window_s:g} is too short for an energy counter: at least {MIN_WINDOW_S:g} s.")
-    if rounds < 2:
-        raise ConfigError(f"rounds={rounds}: at least 2, the spread of the windows of rest is the resolution.")
-    if tokens_per_call < 1:
-        raise ConfigError(f"tokens_per_call={tokens_per_call}: joules per token need at least one.")
     load = os.getloadavg()[0]
     for work in works.values():
         work()  # one-time allocations do not count
@@ -280,7 +270,7 @@ class Energy(Measurement):
     """
 
     country_iso_code: str | None = None
-    window_s: Annotated[float, between(1.0)] = 3.0
+    window_s: Annotated[float, between(MIN_WINDOW_S)] = 3.0
     rounds: Annotated[int, at_least(2)] = 3
 
     share = 0.08
@@ -336,7 +326,7 @@ class Emissions(Measurement):
     """
 
     country_iso_code: str | None = None
-    window_s: Annotated[float, between(1.0)] = 1.0
+    window_s: Annotated[float, between(MIN_WINDOW_S)] = 1.0
 
     share = 0.04
     timed = True

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from quicksilver.measure.measurement import Measurement, Result, Setting
-from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runtime.errors import QuickSilverError
 from quicksilver.runtime.options import Positive, at_least, check_positive
 
 if TYPE_CHECKING:
@@ -107,24 +107,14 @@ class Generation(Measurement):
     of_dense: ClassVar[Literal["always", "alone", "never"]] = "never"  # it is the other side of every comparison
 
     def check(self, setting: Setting) -> None:
-        if self.prompt_tokens > setting.window_tokens:
-            raise ConfigError(
-                f"prompt_tokens={self.prompt_tokens}: a prompt is the beginning of a window, and a window has "
-                f"protocol.window_tokens={setting.window_tokens}."
-            )
+        setting.check_prompt(self.prompt_tokens)
 
     def run(self, bench: Bench) -> GenerationResult | None:
         import torch
 
         if not bench.modules:
             return None
-        prompts = bench.windows.ids[: self.prompts, : self.prompt_tokens]  # (P, N)
-        positions = getattr(bench.model.config, "max_position_embeddings", None)
-        tokens = prompts.shape[1] + self.new_tokens
-        if positions is not None and tokens > positions:
-            raise ConfigError(
-                f"measure.generation: prompt_tokens and new_tokens are {tokens} together, more than the model's {positions} positions."
-            )
+        prompts = bench.prompts("generation", self.prompts, self.prompt_tokens, self.new_tokens)
         with torch.no_grad():
             ours, run_flops = self._written(bench, prompts, dense=False)
             theirs, dense_flops = self._written(bench, prompts, dense=True)

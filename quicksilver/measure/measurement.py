@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
+from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.options import Options
 
 if TYPE_CHECKING:
@@ -163,6 +164,14 @@ class Setting:
     prompt_tokens: int
     execution: str
     annotated: bool = False
+
+    def check_prompt(self, prompt_tokens: int) -> None:
+        """Raises ConfigError where the beginning of a window is no prompt of that many tokens."""
+        if prompt_tokens > self.window_tokens:
+            raise ConfigError(
+                f"prompt_tokens={prompt_tokens}: a prompt is the beginning of a window, and a window has "
+                f"protocol.window_tokens={self.window_tokens}."
+            )
 
 
 @dataclass

@@ -436,10 +436,8 @@ def _needed_bytes(config: ModelConfig, folder: Path) -> int:
         needed = memory_check.weights_bytes(folder, torch.empty((), dtype=getattr(torch, config.dtype)).element_size())
     except Exception:
         return 0  # loading says what is wrong with them
-    if config.device_map == "cpu":
-        memory_check.check_memory(needed, config.name)
-    elif config.device_map == "auto":
-        memory_check.check_room(needed, config.name, folder)
+    if config.device_map in ("cpu", "auto"):
+        memory_check.check_room(needed, config.name, folder if config.device_map == "auto" else None)
     return needed
 
 

@@ -12,33 +12,26 @@ import psutil
 from quicksilver.runtime.errors import ConfigError
 
 
-def check_room(weights_bytes: int, name: str, folder: Path | str = ".") -> None:
-    """Refuse a model that neither memory nor disk holds.
+def check_room(weights_bytes: int, name: str, folder: Path | None = None) -> None:
+    """Refuse a model that this machine does not hold.
 
     Args:
-        folder: on the disk that would take what memory does not.
+        folder: on the disk that takes what memory and GPUs do not; None: it is to lie in the machine's memory as a whole.
 
     Raises:
-        ConfigError: says how large it is, and what there is.
+        ConfigError: says how large it is, what there is, and what to do.
     """
-    memory, disk = memory_bytes(), disk_bytes(Path(folder))
-    if weights_bytes > memory + disk:
+    needs = f"model={name}: its weights are {gibibytes(weights_bytes)}"
+    memory = host_memory_bytes() if folder is None else memory_bytes()
+    if folder is None and weights_bytes > memory:
         raise ConfigError(
-            f"model={name}: its weights are {gibibytes(weights_bytes)}; this machine has {gibibytes(memory)} of memory and "
-            f"{gibibytes(disk)} free on disk. Take a smaller model, model.dtype=bfloat16, or a larger machine."
+            f"{needs} and this machine has {gibibytes(memory)} of memory. model.device_map=auto leaves on disk what does not fit, "
+            "model.dtype=bfloat16 halves float32."
         )
-
-
-def check_memory(weights_bytes: int, name: str) -> None:
-    """Refuse a model that is to lie in the machine's memory as a whole and does not fit.
-
-    Raises:
-        ConfigError: says how large it is, and how to leave some of it on disk.
-    """
-    if weights_bytes > host_memory_bytes():
+    if folder is not None and weights_bytes > memory + (disk := disk_bytes(folder)):
         raise ConfigError(
-            f"model={name}: its weights are {gibibytes(weights_bytes)} and this machine has {gibibytes(host_memory_bytes())} of memory. "
-            "model.device_map=auto leaves on disk what does not fit, model.dtype=bfloat16 halves float32."
+            f"{needs}; this machine has {gibibytes(memory)} of memory and {gibibytes(disk)} free on disk. Take a smaller model, "
+            "model.dtype=bfloat16, or a larger machine."
         )
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from quicksilver.data.scores import METRICS, accuracy, f1, f1_macro, load_metric, matthews, pearson, scored, spearman
 from quicksilver.runtime.errors import ConfigError
@@ -36,14 +38,10 @@ def test_scores_of_classes_are_scikit_learn_s(drawn):
 
 @given(values)
 def test_correlations_are_scipy_s(drawn):
-    from scipy import stats
-
     x, y = (np.array(one, dtype=float) for one in drawn)
-    if x.std() == 0 or y.std() == 0:
-        assert pearson(x, y) == spearman(x, y) == 0
-    else:
-        assert pearson(x, y) == pytest.approx(stats.pearsonr(x, y).statistic, abs=1e-9)
-        assert spearman(x, y) == pytest.approx(stats.spearmanr(x, y).statistic, abs=1e-9)
+    varies = x.std() != 0 and y.std() != 0
+    assert pearson(x, y) == pytest.approx(stats.pearsonr(x, y).statistic if varies else 0, abs=1e-9)
+    assert spearman(x, y) == pytest.approx(stats.spearmanr(x, y).statistic if varies else 0, abs=1e-9)
 
 
 def test_many_draws_at_once_are_the_same_as_one_by_one():
@@ -60,11 +58,7 @@ def test_multirc_asks_for_whole_questions():
     assert set(METRICS) == {"accuracy", "matthews", "f1", "f1_macro", "pearson_spearman", "multirc"}
 
 
-@pytest.fixture
-def library():
-    """A second to import: not while tests are collected."""
-    pytest.importorskip("evaluate", reason="evaluate is not installed: pip install 'quicksilver[tasks]'")
-
+# -- metrics of `evaluate` -------------------------------------------------------------------------------------------------------
 
 SCRIPT = """
 import datasets
@@ -84,46 +78,32 @@ class OfTasks(evaluate.Metric):
 
 
 @pytest.fixture
-def script(tmp_path, library):
+def evaluate():
+    """A second to import: not while tests are collected."""
+    return pytest.importorskip("evaluate", reason="evaluate is not installed: pip install 'quicksilver[tasks]'")
+
+
+def test_a_script_at_hand_says_what_our_own_metrics_say_and_answers_that_it_refuses_are_named(evaluate, tmp_path):
     pytest.importorskip("sklearn")
-    path = tmp_path / "of_tasks.py"
-    path.write_text(SCRIPT)
-    return str(path)
-
-
-def test_a_script_at_hand_says_what_our_own_metrics_say(script):
+    (tmp_path / "of_tasks.py").write_text(SCRIPT)
     draw = np.random.default_rng(0)
     gold, predicted = draw.integers(0, 2, 80).astype(float), draw.integers(0, 2, 80).astype(float)
-    found = load_metric(script)(gold, predicted)
-    assert found == pytest.approx(scored(["accuracy", "f1", "matthews"], gold, predicted))
-
-
-def test_answers_that_it_refuses_are_named(script):
+    metric = load_metric(str(tmp_path / "of_tasks.py"))
+    assert metric(gold, predicted) == pytest.approx(scored(["accuracy", "f1", "matthews"], gold, predicted))
     with pytest.raises(ConfigError, match=r"of_tasks\.py refuses these answers") as caught:
-        load_metric(script)([0.0, 1.0, 2.0], [2.0, 1.0, 0.0])  # F1 is of two classes
+        metric([0.0, 1.0, 2.0], [2.0, 1.0, 0.0])  # F1 is of two classes
     assert "\n" not in str(caught.value)
 
 
-def test_without_a_network_the_message_says_what_there_is(monkeypatch, library):
-    import evaluate
-
-    def unreachable(*args, **kwargs):
-        raise ConnectionError("Couldn't reach the hub\nand a long trace of requests")
-
+def test_a_metric_that_cannot_be_had_is_one_line_with_the_remedy(evaluate, tmp_path, monkeypatch):
+    unreachable = Mock(side_effect=ConnectionError("Couldn't reach the hub\nand a long trace of requests"))
     monkeypatch.setattr(evaluate, "load", unreachable)
-    with pytest.raises(
-        ConfigError, match=r"glue/sst2 cannot be loaded \(ConnectionError: Couldn't reach the hub\)\. Without a network"
-    ) as caught:
-        load_metric("glue/sst2")([0.0], [1.0])
+    says = r"glue/sst2 cannot be loaded \(ConnectionError: Couldn't reach the hub\)\. Without a network"
+    with pytest.raises(ConfigError, match=says) as caught:
+        load_metric("glue/sst2")
     assert "\n" not in str(caught.value)
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path, library):
     with pytest.raises(ConfigError, match=r"there is no such file"):
-        load_metric(str(tmp_path / "none.py"))([0.0], [1.0])
-
-
-def test_what_is_not_installed_says_how_to_install_it(monkeypatch):
+        load_metric(str(tmp_path / "none.py"))
     monkeypatch.setitem(sys.modules, "evaluate", None)
     with pytest.raises(ConfigError, match=r"pip install 'quicksilver\[tasks\]'"):
-        load_metric("accuracy")([0.0], [1.0])
+        load_metric("accuracy")

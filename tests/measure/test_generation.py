@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-import types
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -124,22 +124,15 @@ def test_the_dense_run_writes_nothing_of_its_own(world):
 
 
 def test_mauve_is_asked_where_it_is_installed(world, monkeypatch):
-    asked = {}
-
-    def compute_mauve(**features):
-        asked.update(features)
-        return types.SimpleNamespace(mauve=0.75)
-
-    fake = types.ModuleType("mauve")
-    fake.compute_mauve = compute_mauve
-    fake.__spec__ = types.SimpleNamespace()
+    fake = Mock(__spec__=Mock(), compute_mauve=Mock(return_value=Mock(mauve=0.75)))
     monkeypatch.setitem(sys.modules, "mauve", fake)
     monkeypatch.setattr("quicksilver.measure.generation.MAUVE_LEAST", 3)
     record = ensure([compose([*world, *HALTING, "seed=5"])])[0]
     assert record.measured("generation", GenerationResult).greedy.mauve == 0.75
+    asked = fake.compute_mauve.call_args.kwargs
     assert asked["p_features"].shape == asked["q_features"].shape == (3, 16)
 
 
 def test_more_than_the_context_is_refused(world):
-    with pytest.raises(ConfigError, match="16 and new_tokens|more than the model's 64 positions"):
+    with pytest.raises(ConfigError, match="prompt_tokens=16 and new_tokens=60 are more than the model's 64 positions"):
         ensure([compose([*world, *HALTING, "measure.generation.new_tokens=60"])])

@@ -18,6 +18,7 @@ from quicksilver.modules import AdaptiveQuantization
 from quicksilver.records.record import SIGNALS, load_record
 from quicksilver.runs.config import compose
 from quicksilver.runs.run import ensure
+from quicksilver.runtime import architecture_of
 from quicksilver.runtime.errors import ConfigError
 
 IDS = torch.tensor([5, 9, 33, 2, 7, 7, 41, 18, 3, 12])
@@ -88,7 +89,6 @@ def test_compact_and_masked_show_the_same(model):
 def test_gradient_times_state_is_the_slope_of_the_loss(model, row):
     token, step = 4, 1e-3
     slope = look_inside(model, IDS, attribution=True).arrays["dense.gradient_x_state"][row, token]
-    layers = model.base_model.h if hasattr(model.base_model, "h") else model.base_model.layers
 
     def loss(factor: float) -> float:
         def scale(_, args):
@@ -96,22 +96,18 @@ def test_gradient_times_state_is_the_slope_of_the_loss(model, row):
             states[:, token] *= factor
             return (states, *args[1:])
 
-        handle = layers[row].register_forward_pre_hook(scale)
-        try:
-            with torch.no_grad():
-                logits = model(IDS[None], use_cache=False).logits[0]
-        finally:
-            handle.remove()
+        handle = architecture_of(model).layers[row].register_forward_pre_hook(scale)
+        with torch.no_grad():
+            logits = model(IDS[None], use_cache=False).logits[0]
+        handle.remove()
         return float(F.cross_entropy(logits[:-1].double(), IDS[1:], reduction="sum"))
 
-    numeric = (loss(1 + step) - loss(1 - step)) / (2 * step)
-    assert float(slope) == pytest.approx(numeric, rel=0.05, abs=0.02)
+    assert float(slope) == pytest.approx((loss(1 + step) - loss(1 - step)) / (2 * step), rel=0.05, abs=0.02)
 
 
 def test_what_a_small_deviation_is_said_to_cost_is_what_it_costs():
     """At 8 bits the states hardly move: there the first-order estimate at the last layer must be the change of the loss."""
-    model = tiny.load("llama")
-    seen = look_inside(model, IDS, [AdaptiveQuantization(bits=8, depth=0.4)], attribution=True).arrays
+    seen = look_inside(tiny.load("llama"), IDS, [AdaptiveQuantization(bits=8, depth=0.4)], attribution=True).arrays
     costs = (seen["run.nll_nats"] - seen["dense.nll_nats"])[1:].sum()
     assert costs != 0
     assert float(seen["run.attributed_nats"][-1].sum()) == pytest.approx(float(costs), rel=0.1, abs=2e-3)
@@ -178,17 +174,11 @@ def test_tokens_read_as_the_text_does_whatever_the_tokenizer():
     assert token_texts(SentencePiece(), [2, 3, 4]) == ["es", "\ufffd", "\ufffd"]
 
 
-def test_its_dense_record_looks_into_nothing(record):
+def test_what_is_not_there_and_a_damaged_file_are_named(record, tmp_path):
     dense = load_record(record.path.parent / record.dense_fingerprint)
     assert not (dense.path / SIGNALS).exists()
-    with pytest.raises(ConfigError, match="measure=signals"):
-        dense.signals()
-
-
-def test_a_text_that_is_not_there_and_a_damaged_file_are_named(record, tmp_path):
-    with pytest.raises(ConfigError, match="no text 3"):
-        record.signals(3)
     copied = dataclasses.replace(record, path=tmp_path)
     (tmp_path / SIGNALS).write_bytes((record.path / SIGNALS).read_bytes()[:-1] + b"x")
-    with pytest.raises(ConfigError, match=SIGNALS):
-        copied.signals(0)
+    for of, number, says in ((dense, 0, "measure=signals"), (record, 3, "no text 3"), (copied, 0, SIGNALS)):
+        with pytest.raises(ConfigError, match=says):
+            of.signals(number)

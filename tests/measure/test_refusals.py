@@ -13,7 +13,7 @@ from quicksilver.fitting.gates import GateRecipe
 from quicksilver.measure import alternate
 from quicksilver.measure.bounds import Bounds
 from quicksilver.measure.deployment import serve
-from quicksilver.measure.energy import CodeCarbonMeter, energy
+from quicksilver.measure.energy import CodeCarbonMeter, Energy
 from quicksilver.measure.inside import look_inside
 from quicksilver.measure.lenses import Lenses
 from quicksilver.measure.measurement import Setting
@@ -30,18 +30,13 @@ def scored(windows: torch.Tensor, tokens: int = 8, model: Any = None) -> object:
     return score(model or tiny.load("gpt2"), windows, Protocol("all", window_tokens=tokens))
 
 
-def metered(**changes: Any) -> object:
-    return energy({"dense": lambda: None}, **{"tokens_per_call": 1, "meter": None, "window_s": 1.0, "rounds": 2} | changes)
-
-
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: Bounds(windows=0), "windows=0 must be a whole number of at least 1"),
     (lambda: Bounds(tokens=1000).check(SETTING), "tokens=1000 is out of range: .* at most the 512 of a window"),
     (lambda: Bounds(depths=[1.0]), r"depths\[0\]=1.0 is out of range"),
     (lambda: Lenses(windows=2).check(SETTING), "windows"),
-    (lambda: metered(window_s=0.5), "window_s=0.5"),
-    (lambda: metered(rounds=1), "rounds=1"),
-    (lambda: metered(tokens_per_call=0), "tokens_per_call=0"),
+    (lambda: Energy(window_s=0.5), "window_s=0.5"),
+    (lambda: Energy(rounds=1), "rounds=1"),
     (lambda: CodeCarbonMeter("Germany"), "country_iso_code=Germany.*DEU"),
     (lambda: alternate({"a": lambda: None}, repeats=2), "repeats=2.*at least 3"),
     (lambda: alternate({"a": lambda: None}, warmup=-1), "warmup=-1"),

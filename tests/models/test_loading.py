@@ -181,7 +181,7 @@ def test_a_model_larger_than_memory_and_disk_is_refused_before_it_is_loaded(orig
     with pytest.raises(ConfigError, match=r"model=mine: its weights are .* model.device_map=auto leaves on disk"):
         loaded(original, "cpu")
     disk_with(monkeypatch, 100)
-    memory_check.check_room(needed, "tiny")
+    memory_check.check_room(needed, "tiny", original)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU would take it")

@@ -47,7 +47,6 @@ class Meter:
 
 def measured(world: list[str], monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[str, Any]:
     """What the measurements of such a run put into record.json."""
-    monkeypatch.setattr(energy, "MIN_WINDOW_S", 0.0)
     monkeypatch.setattr(energy, "meter_of", lambda country: Meter())
     config = compose([*world, *COST, *overrides])
     measurements = build_measurements(config.measure)

@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from quicksilver.measure.perplexity import Protocol, check_allowed
@@ -194,26 +195,18 @@ class QuickSilverLM(HFLM):
 
     def _answers(self, batch: Sequence[Prompt]) -> Iterator[tuple[int, Answer]]:
         """Answers to all requests of a few prompts, which are computed together, padded on the left."""
-        longest = max(len(one.ids) for one in batch)
-        pads = [longest - len(one.ids) for one in batch]
-        ids = torch.tensor(
-            [[0] * pad + list(one.ids) for pad, one in zip(pads, batch, strict=True)], device=self.device
+        ids = pad_sequence([torch.tensor(one.ids) for one in batch], batch_first=True, padding_side="left").to(
+            self.device
         )  # (B, N)
-        padded: dict[str, torch.Tensor] = {}
-        mask = (torch.arange(longest)[None] >= torch.tensor(pads)[:, None]).long().to(self.device)
-        if any(pads):
-            # Positions are given: some models would count those of the padding.
-            padded = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+        given = torch.tensor([len(one.ids) for one in batch])[:, None]
+        mask = (torch.arange(ids.shape[1])[None] >= ids.shape[1] - given).long().to(self.device)
+        # Positions are given where there is padding: some models would count it.
+        padded = {} if bool(mask.all()) else {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
         output = self.model(ids, use_cache=True, logits_to_keep=1, **padded)
         after = _log_probabilities(output.logits[:, -1])  # (B, V)
-        longer: list[tuple[int, int, tuple[int, ...]]] = []
-        for row, one in enumerate(batch):
-            for number, tokens in one.asked:
-                if len(tokens) == 1:
-                    yield number, (float(after[row, tokens[0]]), int(after[row].argmax()) == tokens[0])
-                else:
-                    longer.append((row, number, tokens))
-        longer.sort(key=lambda item: len(item[2]))
+        asked = [(row, number, tokens) for row, one in enumerate(batch) for number, tokens in one.asked]
+        yield from ((number, _answer(after[row][None], tokens)) for row, number, tokens in asked if len(tokens) == 1)
+        longer = sorted((one for one in asked if len(one[2]) > 1), key=lambda item: len(item[2]))
         for start in range(0, len(longer), len(batch)):
             some = longer[start : start + len(batch)]
             # Each chunk reads a copy of the prompts' cache, in rows of its own: modules may evict and merge while they go on.
@@ -226,20 +219,15 @@ class QuickSilverLM(HFLM):
         """Continuations of several tokens, of the rows of `cache` that they name; after: (B, V), mask: (B, N) of the prompts."""
         rows = torch.tensor([row for row, _, _ in some], device=self.device)
         cache.batch_select_indices(rows)
-        width = max(len(tokens) for _, _, tokens in some) - 1
         # Padding on the right comes after all that is scored: no token sees it.
-        given = torch.tensor(
-            [[*tokens[:-1], *[0] * (width + 1 - len(tokens))] for _, _, tokens in some], device=self.device
-        )  # (R, C-1)
+        given = pad_sequence([torch.tensor(tokens[:-1]) for _, _, tokens in some], batch_first=True).to(self.device)  # (R, C-1)
         mask = torch.cat([mask[rows], torch.ones_like(given)], dim=1)
-        positions = mask.cumsum(1)[:, -width:] - 1
+        positions = mask.cumsum(1)[:, -given.shape[1] :] - 1
         padded = {} if bool(mask.all()) else {"attention_mask": mask, "position_ids": positions}
         logits = self.model(given, use_cache=True, past_key_values=cache, **padded).logits
         rest = _log_probabilities(logits)  # (R, C-1, V)
         for place, (row, number, tokens) in enumerate(some):
-            of = torch.cat([after[row][None], rest[place, : len(tokens) - 1]])  # (C, V)
-            wanted = torch.tensor(tokens, device=of.device)
-            yield number, (float(of.gather(1, wanted[:, None]).sum()), bool((of.argmax(-1) == wanted).all()))
+            yield number, _answer(torch.cat([after[row][None], rest[place, : len(tokens) - 1]]), tokens)
 
     # -- whole texts -------------------------------------------------------------------------------------------------------------
 
@@ -254,15 +242,19 @@ class QuickSilverLM(HFLM):
         for some in (
             group[start : start + self.batch_size] for group in groups for start in range(0, len(group), self.batch_size)
         ):
-            longest = len(texts[some[0]])
-            tokens = torch.tensor([[*texts[n], *[0] * (longest - len(texts[n]))] for n in some], device=self.device)  # (R, N)
+            tokens = pad_sequence([torch.tensor(texts[n]) for n in some], batch_first=True).to(self.device)  # (R, N)
             with self._applied() as run:
                 logits = self.model(tokens[:, :-1], use_cache=False).logits  # (R, N-1, V)
                 self.flops += run.flops
             for place, number in enumerate(some):
-                end, scored = len(texts[number]) - 1, len(requests[number][2])
-                of, wanted = _log_probabilities(logits[place, end - scored : end]), tokens[place, end - scored + 1 : end + 1]
-                yield number, (float(of.gather(1, wanted[:, None]).sum()), bool((of.argmax(-1) == wanted).all()))
+                end, scored = len(texts[number]) - 1, requests[number][2]
+                yield number, _answer(_log_probabilities(logits[place, end - len(scored) : end]), scored)
+
+
+def _answer(log_p: torch.Tensor, tokens: Sequence[int]) -> Answer:
+    """Of tokens (C,) under log-probabilities (C, V)."""
+    wanted = torch.tensor(tokens, device=log_p.device)
+    return float(log_p.gather(1, wanted[:, None]).sum()), bool((log_p.argmax(-1) == wanted).all())
 
 
 def _log_probabilities(logits: torch.Tensor) -> torch.Tensor:

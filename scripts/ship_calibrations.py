@@ -14,8 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from quicksilver.models.loading import EMBEDDED
-from quicksilver.modules.calibration import calibrate
-from quicksilver.modules.thresholds import SHIPPED_CALIBRATIONS
+from quicksilver.modules.calibration import SHIPPED_CALIBRATIONS, calibrate
 from quicksilver.runs.config import compose
 from quicksilver.runs.context import RunContext
 

@@ -13,9 +13,9 @@ from torch import nn
 from quicksilver.fitting.fit import RIDGE, FitText, Sums, entering, fit_translators
 from quicksilver.fitting.schedules import saved_pct
 from quicksilver.measure.latency import shared_weight_copy
+from quicksilver.modules.calibration import Fitted
 from quicksilver.modules.fitted import EMBEDDED, BoundTranslator, Translator, check_weights, model_digest
 from quicksilver.modules.staged_halting import PresetHalting, Schedule
-from quicksilver.modules.thresholds import Fitted
 from quicksilver.runtime.architecture import Architecture, architecture_of
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.ledger import LayerWork, head_flops

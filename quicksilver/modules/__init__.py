@@ -1,6 +1,6 @@
 """The mechanisms, each a dataclass in one file: what they decide, never how it is executed. A new one is a new file."""
 
-from quicksilver.modules.calibration import calibrate, calibrate_modules, calibrated
+from quicksilver.modules.calibration import Calibrated, Calibration, Fitted, calibrate, calibrate_modules, calibrated
 from quicksilver.modules.channel_sparsity import ChannelSparsity
 from quicksilver.modules.controls import (
     ExponentialDecay,
@@ -19,7 +19,6 @@ from quicksilver.modules.learned_halting import LearnedHalting
 from quicksilver.modules.quantization import AdaptiveQuantization
 from quicksilver.modules.signals import Signal, make_signal
 from quicksilver.modules.staged_halting import PresetHalting, Schedule, Stage, StagedHalting
-from quicksilver.modules.thresholds import Calibrated, Calibration, Fitted
 from quicksilver.runtime.quantized.codes import mix_of
 
 __all__ = [

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from quicksilver.modules.calibration import Fitted
 from quicksilver.modules.fitted import check_weights, model_digest
-from quicksilver.modules.thresholds import Fitted
 from quicksilver.runtime.architecture import Architecture, architecture_of
 from quicksilver.runtime.errors import ConfigError, UnsupportedModelError
 from quicksilver.runtime.module import Transform

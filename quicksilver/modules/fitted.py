@@ -2,7 +2,7 @@
 
 `FittedFile` reads, checks and refuses: a format, the model's digest, provenance, and tensors or numbers. A kind is a dataclass that derives
 from it: fields of type `torch.Tensor` are the tensors, all others go into the header. Here: `Translator` (K/V of later layers) and `Lens`.
-Elsewhere: `thresholds.Calibration`, `learned_halting.TrainedGates`, `staged_halting.Schedules`.
+Elsewhere: `calibration.Calibration`, `learned_halting.TrainedGates`, `staged_halting.Schedules`.
 """
 
 from __future__ import annotations

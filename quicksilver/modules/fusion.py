@@ -11,9 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
+from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds, is_percentile
 from quicksilver.modules.checks import TokenMask, by_id, by_place, by_slot, check_known_ids, layer_after
 from quicksilver.modules.signals import Random, Signal, lowest, pooled, share_of, slot_draw, without_observers
-from quicksilver.modules.thresholds import Calibrated, Calibration, Thresholds, is_percentile
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import MergePolicy, TokenPolicy

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
 
+from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds, is_percentile
 from quicksilver.modules.checks import TokenMask, by_id, by_place, by_slot, check_known_ids, layer_after
 from quicksilver.modules.fitted import EMBEDDED, BoundTranslator, translator_for
 from quicksilver.modules.signals import Drift, Entropy, Signal, SignalSpec, lowest, make_signal, share_of
-from quicksilver.modules.thresholds import Calibrated, Calibration, Thresholds, is_percentile
 from quicksilver.runtime.architecture import Architecture, architecture_of
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import TokenPolicy

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
+from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds, check_thresholds, halted_key, is_percentile
 from quicksilver.modules.checks import TokenMask, by_id, by_place, by_slot, check_known_ids, layer_after
 from quicksilver.modules.signals import AttentionReceived, Signal, lowest, share_of
-from quicksilver.modules.thresholds import Calibrated, Calibration, Thresholds, check_thresholds, halted_key, is_percentile
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import TokenPolicy

@@ -10,10 +10,10 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 
+from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds, is_percentile
 from quicksilver.modules.checks import TokenMask, by_id, by_place, by_slot, check_known_ids, layer_after
 from quicksilver.modules.halting import UNITS
 from quicksilver.modules.signals import Entropy, Random, Signal
-from quicksilver.modules.thresholds import Calibrated, Calibration, Thresholds, is_percentile
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.ledger import BETA, BETA_APP_J

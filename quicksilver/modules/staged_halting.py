@@ -17,11 +17,11 @@ from typing import Any, ClassVar, cast
 import torch
 import yaml
 
+from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds, is_percentile, resolve_thresholds
 from quicksilver.modules.checks import layer_after
 from quicksilver.modules.fitted import EMBEDDED, BoundTranslator, FittedFile, Translator, translator_files, translator_for
 from quicksilver.modules.halting import HaltingPolicy
 from quicksilver.modules.signals import Signal, SignalSpec, lowest, make_signal, share_of
-from quicksilver.modules.thresholds import Calibrated, Calibration, Thresholds, is_percentile, resolve_thresholds
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import TokenPolicy

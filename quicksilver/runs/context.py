@@ -182,10 +182,10 @@ class RunContext:
 
     def _files_read(self, config: RunConfig) -> dict[str, str]:
         """Digests of the files that modules and measurements read: calibrations, maps, schedules, gates, lenses."""
+        from quicksilver.modules.calibration import Calibration
         from quicksilver.modules.fitted import lens_files
         from quicksilver.modules.learned_halting import gate_files
         from quicksilver.modules.staged_halting import schedule_files
-        from quicksilver.modules.thresholds import Calibration
 
         digests, folder = {}, self.files(config)[0].folder
         for name, entry in config.modules.items():
@@ -252,7 +252,7 @@ def timed_measurements(config: RunConfig) -> list[str]:
 
 
 def asks_for_calibration(module: Any) -> bool:
-    from quicksilver.modules.thresholds import Calibrated, Fitted
+    from quicksilver.modules.calibration import Calibrated, Fitted
 
     return (isinstance(module, Calibrated) and bool(module.calibration_signals())) or (
         isinstance(module, Fitted) and not module.fitted

@@ -261,7 +261,7 @@ def freeze(found: Fit, folder: Path | str, *, context: RunContext | None = None)
     Returns:
         The yaml; its stem is the name.
     """
-    from quicksilver.modules.thresholds import Calibrated, Calibration
+    from quicksilver.modules.calibration import Calibrated, Calibration
 
     folder, name, store = Path(folder), f"{found.dial.name}_{found.budget.slug}", Store(found.config.results_dir)
     modules, _ = calibrated_modules(found.config, context or RunContext(), store)

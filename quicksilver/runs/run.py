@@ -489,7 +489,7 @@ def calibrated_modules(config: RunConfig, context: RunContext, store: Store) -> 
 
 def _describe(step: Planned, context: RunContext, bench: Bench, calibration: CalibrationEntry | None) -> dict[str, Any]:
     """Everything in record.json that is not a measurement."""
-    from quicksilver.modules.thresholds import thresholds_of
+    from quicksilver.modules.calibration import thresholds_of
 
     config, model, windows, identity = step.config, bench.model, bench.windows, context.identity(step.config)
     text, (files, weights_digest) = context.text(config, "test"), context.files(config)

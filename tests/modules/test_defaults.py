@@ -14,9 +14,9 @@ from omegaconf import OmegaConf
 from quicksilver.models.loading import EMBEDDED, load, locate
 from quicksilver.models.spec import ModelConfig
 from quicksilver.modules import PRESETS, Halting
+from quicksilver.modules.calibration import shipped_calibration
 from quicksilver.modules.fitted import model_digest
 from quicksilver.modules.halting import HaltsEverything
-from quicksilver.modules.thresholds import shipped_calibration
 from quicksilver.records.identity import canonical
 from quicksilver.runs.choices import choices, config_dir
 from quicksilver.runs.config import compose

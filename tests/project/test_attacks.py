@@ -25,7 +25,7 @@ from thinning import first
 
 from quicksilver.cli import main as console
 from quicksilver.files import write_files
-from quicksilver.modules.thresholds import Calibration
+from quicksilver.modules.calibration import Calibration
 from quicksilver.runs.config import compose
 from quicksilver.runs.jobs import RecordIndex
 from quicksilver.runs.parts import named_class

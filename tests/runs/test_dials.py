@@ -10,7 +10,7 @@ import yaml
 from harness_world import make_text
 
 from quicksilver.cli import main as console
-from quicksilver.modules.thresholds import Calibration
+from quicksilver.modules.calibration import Calibration
 from quicksilver.runs import dials as dials_module
 from quicksilver.runs.choices import choices
 from quicksilver.runs.config import compose

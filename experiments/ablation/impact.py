@@ -7,7 +7,8 @@ together is answered here too.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -38,13 +39,9 @@ _DIAMOND: dict[str, Any] = {"linestyle": "", "marker": "D", "markerfacecolor": "
 _FLOOR = "#e4e4e4"
 
 
-def rows_of(section: str) -> Callable[[], list[Row]]:
-    """What returns the rows of a section of Table 11 (`isolated`, `cumulative`), and dense inference."""
-
-    def rows() -> list[Row]:
-        return [row for row in find("table", "11").experiment.rows() if row.key == "baseline" or row.key.startswith(section)]
-
-    return rows
+def rows(section: str) -> list[Row]:
+    """The rows of a section of Table 11 (`isolated.`, `cumulative.`), and dense inference."""
+    return [row for row in find("table", "11").experiment.rows() if row.key == "baseline" or row.key.startswith(section)]
 
 
 # --- claims -----------------------------------------------------------------------------------------------------------------------
@@ -107,13 +104,13 @@ ISOLATED_ANSWERS = {
 # --- the figures ------------------------------------------------------------------------------------------------------------------
 
 
-@artefact(rows_of("cumulative."), answers=CUMULATIVE_ANSWERS)
+@artefact(partial(rows, "cumulative."), answers=CUMULATIVE_ANSWERS)
 def figure06_cumulative_impact(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Figure 6: cumulative impact of the four mechanisms on time, operations and perplexity."""
     return _figure(outcomes, name, "Figure 6: cumulative impact", "Each bar adds one mechanism to the bar on its left.")
 
 
-@artefact(rows_of("isolated."), answers=ISOLATED_ANSWERS)
+@artefact(partial(rows, "isolated."), answers=ISOLATED_ANSWERS)
 def figure07_isolated_impact(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Figure 7: isolated impact of each mechanism on time, operations and perplexity."""
     return _figure(outcomes, name, "Figure 7: isolated impact", "Each bar is one mechanism alone.")

@@ -70,41 +70,27 @@ OWN = {
     "drop_all": ("quicksilver", *options("quicksilver", missing_kv="drop")),
     "project": ("quicksilver", *options("quicksilver", missing_kv="project")),
     "fitted": ("fitted_prediction", _FIT),
-    "fitted_50": (
-        "fitted_prediction",
-        *options("fitted_prediction", save=0.5),
-        "dataset.calibration_windows=160",
-        "measure=quick",
-    ),
+    "fitted_50": ("fitted_prediction", "modules.fitted_prediction.save=0.5", "dataset.calibration_windows=160", "measure=quick"),
     "shuffled": ("fitted_prediction", *options("fitted_prediction", control="shuffled"), _FIT),
     "mean": ("fitted_prediction", *options("fitted_prediction", control="mean"), _FIT),
     "static": ("fitted_prediction", *options("fitted_prediction", drop_oldest="false"), _FIT),
 }
 _OURS, _GATES, _FOR_COMPARISON = "The model's own schedules", "Instead of a schedule, gates trained for 40%", "For comparison"
-_FORMATS = "Number formats"
+_FORMATS, _LLAMA, _WIKITEXT = "Number formats", ("model=reference-llama",), ("dataset=wikitext103", "measure=quick")
+_TAKEN_AWAY, _CONTROLS = "At 40%, one part taken away", "Controls at 40%: maps fitted when the run begins"
 # panel -> title, rows by section, what its runs have besides
 TWO_MODELS: dict[str, tuple[str, dict[str, Members], tuple[str, ...]]] = {
     "continuation": (
         "The model and text that were asked for",
-        {
-            _OURS: SCHEDULES,
-            _GATES: GATES,
-            "At 40%, one part taken away": WITHOUT,
-            "Controls at 40%: maps fitted when the run begins": CONTROLS,
-            _FORMATS: FORMATS,
-        },
+        {_OURS: SCHEDULES, _GATES: GATES, _TAKEN_AWAY: WITHOUT, _CONTROLS: CONTROLS, _FORMATS: FORMATS},
         (),
     ),
-    "wikitext103": (
-        "The same on WikiText-103 test",
-        {_OURS: SCHEDULES, _GATES: GATES, _FOR_COMPARISON: OLDEST},
-        ("dataset=wikitext103", "measure=quick"),
-    ),
-    "llama": ("reference-llama", {_OURS: DEEPER, _FOR_COMPARISON: OLDEST, _FORMATS: DEEPER_FORMATS}, ("model=reference-llama",)),
+    "wikitext103": ("The same on WikiText-103 test", {_OURS: SCHEDULES, _GATES: GATES, _FOR_COMPARISON: OLDEST}, _WIKITEXT),
+    "llama": ("reference-llama", {_OURS: DEEPER, _FOR_COMPARISON: OLDEST, _FORMATS: DEEPER_FORMATS}, _LLAMA),
     "llama.wikitext103": (
         "reference-llama on WikiText-103 test",
         {_OURS: DEEPER, _FOR_COMPARISON: TRUNCATED},
-        ("model=reference-llama", "dataset=wikitext103", "measure=quick"),
+        (*_LLAMA, *_WIKITEXT),
     ),
 }
 

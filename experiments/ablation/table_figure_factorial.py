@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,11 +17,11 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from quicksilver.records.stats import bootstrap, paired_records
-from quicksilver.report import sweeps
+from quicksilver.report import comparison, sweeps
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
-from quicksilver.report.table import ENDS, NO_VALUE, Column, Lines, Panel, Table, numbers, signed, signed_cell, technique_cell
+from quicksilver.report.table import ENDS, NO_VALUE, Column, Lines, Panel, Table, numbers, signed, signed_cell
 from quicksilver.runtime.errors import QuickSilverError
 
 if TYPE_CHECKING:  # a table needs no matplotlib
@@ -185,28 +186,28 @@ def legend() -> tuple[str, ...]:
     )
 
 
-def _cell(key: str, *, factor: float = 1.0) -> Any:
-    def cell(row: Mapping[str, Any]) -> Lines:
-        middle, low, high = (signed(None if value is None else factor * value) for value in numbers(row, key))
-        return (NO_VALUE if middle == NO_VALUE else f"{middle} [{low} {high}]",)
-
-    return cell
+def _cell(key: str, factor: float, row: Mapping[str, Any]) -> Lines:
+    middle, low, high = (signed(None if value is None else factor * value) for value in numbers(row, key))
+    return (NO_VALUE if middle == NO_VALUE else f"{middle} [{low} {high}]",)
 
 
 _COMBINATION = (
     Column("", "", lambda row: (row["key"].replace("dense", ""),), align="left"),
-    Column("", "technique", technique_cell, align="left"),
+    Column("", "technique", comparison.technique_cell, align="left"),
 )
 _EFFECTS = (
     Column("", "", lambda row: (" × ".join(row["key"]),), align="left"),
-    *(Column("FLOPs saved, points", ledger, _cell(f"effect_{ledger}")) for ledger in LEDGERS),
-    Column("perplexity", "nats × 100", _cell(f"effect_{QUALITY}", factor=100)),
+    *(Column("FLOPs saved, points", ledger, partial(_cell, f"effect_{ledger}", 1)) for ledger in LEDGERS),
+    Column("perplexity", "nats × 100", partial(_cell, f"effect_{QUALITY}", 100)),
 )
 _SYNERGY = (
     Column("", "", lambda row: (" + ".join(row["key"]),), align="left"),
     Column("paper", "δ", signed_cell("reported_synergy")),
-    *(Column("δ, points", ledger, _cell(f"synergy_{ledger}")) for ledger in LEDGERS),
-    *(Column("against independent, points", ledger, _cell(f"beyond_{ledger}"), expendable=1) for ledger in ("nominal", "paper")),
+    *(Column("δ, points", ledger, partial(_cell, f"synergy_{ledger}", 1)) for ledger in LEDGERS),
+    *(
+        Column("against independent, points", ledger, partial(_cell, f"beyond_{ledger}", 1), expendable=1)
+        for ledger in ("nominal", "paper")
+    ),
 )
 
 

@@ -14,22 +14,9 @@ import pandas as pd
 from quicksilver.measure.generation import GREEDY, SAMPLED, TEXTS, GenerationResult
 from quicksilver.records.record import Record
 from quicksilver.records.stats import bootstrap
-from quicksilver.report import provenance
+from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.comparison import described
-from quicksilver.report.table import (
-    ENDS,
-    NO_VALUE,
-    Column,
-    Lines,
-    Panel,
-    Table,
-    number,
-    numbers,
-    signed,
-    technique_cell,
-    without_folders,
-)
+from quicksilver.report.table import ENDS, NO_VALUE, Column, Lines, Panel, Table, number, numbers, signed, without_folders
 
 from .techniques import SETTINGS, chosen
 
@@ -115,13 +102,13 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
     """A panel a way of decoding."""
     found = []
     for one in outcomes:
-        row = described(one)
+        row = comparison.described(one)
         if one.record is not None and one.dense is not None:
             row |= measured(one.record, one.row.panel) | {"dense_record": one.dense.fingerprint}
         found.append(row)
     frame = pd.DataFrame(found, columns=COLUMNS)
     columns = (
-        Column("", "technique", technique_cell, align="left"),
+        Column("", "technique", comparison.technique_cell, align="left"),
         Column("", "saved %", _saved),
         Column("against the dense text", "same", lambda row: _mean(row, "same_tokens")),
         Column("against the dense text", "agree", lambda row: _mean(row, "agreement"), expendable=1),

@@ -6,7 +6,7 @@ The paper's seven rows are measured as it defines them where it does (App. K); w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,18 +18,7 @@ from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, artefact
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
-from quicksilver.report.table import (
-    NO_VALUE,
-    Column,
-    Lines,
-    Panel,
-    Table,
-    number,
-    signed,
-    signed_cell,
-    text_cell,
-    time_difference_cell,
-)
+from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number, signed, signed_cell, time_difference_cell
 
 from . import costs
 
@@ -51,8 +40,8 @@ COMPONENTS = {  # as `quicksilver.measure.components` names them -> what is prin
     "model": "Rest of the model",
 }
 IN_THE_PAPER = [*COMPONENTS][:6]
+LAYERED = {costs.DENSE: "dense", costs.JOINT: "all four", costs.BUDGET: "halting by attention"}
 RUNS = {"joint": costs.JOINT, "budget": costs.BUDGET}
-HEADINGS = {"joint": "all four", "budget": "halting by attention"}
 TOTAL, SUM = "total", "sum"
 
 
@@ -132,25 +121,16 @@ def _rows(records: Mapping[str, Record], floors: Mapping[str, Mapping[str, Any]]
     yield found
 
 
-def _ms(key: str) -> Callable[[Mapping[str, Any]], Lines]:
-    def cell(row: Mapping[str, Any]) -> Lines:
-        residual = number(row, f"{key}_residual_pct")
-        if residual is not None:
-            return (f"{signed(residual)}%",)
-        value, around = number(row, f"{key}_ms"), number(row, f"{key}_iqr_ms")
-        if value is None:
-            return (NO_VALUE,)
-        return (f"{value:.1f}",) if around is None else (f"{value:.1f}", f"± {around / 2:.1f}")
-
-    return cell
+def _ms(key: str, row: Mapping[str, Any]) -> Lines:
+    residual, value, around = (number(row, f"{key}_{part}") for part in ("residual_pct", "ms", "iqr_ms"))
+    if residual is not None or value is None:
+        return (NO_VALUE if residual is None else f"{signed(residual)}%",)
+    return (f"{value:.1f}",) if around is None else (f"{value:.1f}", f"± {around / 2:.1f}")
 
 
-def _saved_cell(run: str) -> Callable[[Mapping[str, Any]], Lines]:
-    def cell(row: Mapping[str, Any]) -> Lines:
-        found = time_difference_cell(number(row, f"{run}_saved_pct"), number(row, f"{run}_noise_pct"))
-        return found if row.get(f"{run}_is_own") is True else found[:1]
-
-    return cell
+def _saved_cell(run: str, row: Mapping[str, Any]) -> Lines:
+    found = time_difference_cell(number(row, f"{run}_saved_pct"), number(row, f"{run}_noise_pct"))
+    return found if row.get(f"{run}_is_own") is True else found[:1]
 
 
 def _answer(component: str, quantity: str) -> AnsweredBy:
@@ -188,14 +168,15 @@ ANSWERS = {
 def table07_component_latency(outcomes: Sequence[Outcome], name: str) -> Table:
     """Table 7: latency by component, dense inference against all four mechanisms, and against halting by attention."""
     columns = [
-        Column("", "component", text_cell("technique"), align="left"),
-        Column("paper reports, ms", "dense", _ms("reported_dense"), expendable=3),
-        Column("paper reports, ms", "QuickSilver", _ms("reported_quicksilver"), expendable=3),
+        Column("", "component", lambda row: (row["technique"],), align="left"),
+        Column("paper reports, ms", "dense", partial(_ms, "reported_dense"), expendable=3),
+        Column("paper reports, ms", "QuickSilver", partial(_ms, "reported_quicksilver"), expendable=3),
         Column("paper reports, ms", "saved %", signed_cell("reported_speedup_pct"), expendable=2),
-        Column("measured, ms", "dense", _ms("dense")),
+        Column("measured, ms", "dense", partial(_ms, "dense")),
     ]
-    for run, heading in HEADINGS.items():
-        columns += [Column(heading, "ms", _ms(run)), Column(heading, "saved %", _saved_cell(run))]
+    for run, key in RUNS.items():
+        heading = LAYERED[key]
+        columns += [Column(heading, "ms", partial(_ms, run)), Column(heading, "saved %", partial(_saved_cell, run))]
     rounds = {record.config["measure"]["components"]["repeats"] for record in costs.by_key(outcomes).values()}
     legend = (
         f"Medians of {'/'.join(map(str, sorted(rounds)))} rounds in which all of it takes turns, ± half of the interquartile range. Every moment "
@@ -216,7 +197,6 @@ def table07_component_latency(outcomes: Sequence[Outcome], name: str) -> Table:
 
 # --- by layer ---------------------------------------------------------------------------------------------------------------------
 
-LAYERED = {costs.DENSE: "dense", costs.JOINT: "all four", costs.BUDGET: "halting by attention"}
 GROUPS = {
     "attention": ("attention",),
     "MLP": ("mlp",),

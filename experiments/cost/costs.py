@@ -20,19 +20,7 @@ from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row, artefact
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate
-from quicksilver.report.table import (
-    NO_VALUE,
-    Column,
-    Lines,
-    Panel,
-    Table,
-    amount,
-    number,
-    plain_cell,
-    signed_cell,
-    text_cell,
-    time_cell,
-)
+from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, amount, number, plain_cell, signed_cell, time_cell
 
 from ..ablation.techniques import row_of, steps
 
@@ -60,12 +48,10 @@ def by_key(outcomes: Sequence[Outcome]) -> dict[str, Record]:
 
 def measured(outcomes: Sequence[Outcome], measure: Callable[[Record], dict[str, Any]]) -> list[dict[str, Any]]:
     """A line of a frame for each outcome: what every table has, and what `measure` finds in its record; noise floors are pooled."""
-    found = []
-    for outcome in outcomes:
-        row = {} if outcome.record is None else measure(outcome.record)
-        found.append(
-            comparison.described(outcome) | row | ({"record": outcome.record.fingerprint} if row and outcome.record else {})
-        )
+    found = [comparison.described(outcome) for outcome in outcomes]
+    for row, outcome in zip(found, outcomes, strict=True):
+        if outcome.record is not None and (more := measure(outcome.record)):
+            row |= more | {"record": outcome.record.fingerprint}
     comparison.pool_noise(found)
     return found
 
@@ -149,7 +135,7 @@ def table_deployment(outcomes: Sequence[Outcome], name: str) -> Table:
     """Table deployment: one prompt at a time, greedy decoding, time to the first token and per token (App. J, deployment simulation)."""
     found = measured(outcomes, _served)
     columns = (
-        Column("", "technique", text_cell("technique"), align="left"),
+        Column("", "technique", lambda row: (row["technique"],), align="left"),
         Column("ms to the first token", "median", _first_token),
         *(Column("ms per token after it", percentile, plain_cell(f"{percentile}_ms")) for percentile in ("p50", "p95", "p99")),
         Column("per token", "saved %", lambda row: time_cell(number(row, "saved_pct"), number(row, comparison.FLOOR))),
@@ -202,7 +188,7 @@ def _bytes(key: str) -> Callable[[Mapping[str, Any]], Lines]:
 def table_memory(outcomes: Sequence[Outcome], name: str) -> Table:
     """Table memory: KV cache and peak memory of a batch, and the ΔM of App. J beside what is really saved."""
     columns = (
-        Column("", "technique", text_cell("technique"), align="left"),
+        Column("", "technique", lambda row: (row["technique"],), align="left"),
         Column("KV cache", "billed", _bytes("kv_billed_bytes")),
         Column("KV cache", "resident", _bytes("kv_resident_bytes")),
         Column("KV cache", "saved %", signed_cell("kv_saved_pct")),

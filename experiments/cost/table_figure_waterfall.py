@@ -8,6 +8,7 @@ of the whole batch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from quicksilver.measure.components import KERNELS
 from quicksilver.records.record import Record
 from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome
-from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number, numbers, signed, text_cell, time_cell
+from quicksilver.report.table import ENDS, NO_VALUE, Column, Lines, Panel, Table, number, numbers, plain_cell, signed, time_cell
 
 from . import costs
 
@@ -61,11 +62,7 @@ def _stages(record: Record) -> dict[str, Any]:
         "executed_saved_pct": record.flops_saved_pct("prompt_executed"),
         "kernel_saved_pct": kernel_saved_pct(record),
         **comparison.time_saved("wall_saved_pct", wall),
-        **{
-            "policy_pct": 100 * (policy.median - 1),
-            "policy_pct_low": 100 * (policy.low - 1),
-            "policy_pct_high": 100 * (policy.high - 1),
-        },
+        **{f"policy_pct{end}": 100 * (one - 1) for end, one in zip(ENDS, (policy.median, policy.low, policy.high), strict=True)},
         **{comparison.FLOOR: found.noise_floor_pct, "method": costs.method(record)},
     }
     if (joules := costs.joules_saved(record)) is not None:
@@ -93,16 +90,13 @@ def realization(time_saved_pct: float, flops_saved_pct: float, noise_pct: float)
 def table(outcomes: Sequence[Outcome], name: str) -> Table:
     """Percent of dense inference saved at each stage."""
     found = frame(outcomes)
-    stages = [
-        Column(group, heading, lambda row, stage=stage: _cell(row, stage))  # type: ignore[misc]
-        for stage, (group, heading, _) in STAGES.items()
-    ]
+    stages = [Column(group, heading, partial(_cell, stage)) for stage, (group, heading, _) in STAGES.items()]
     columns = (
-        Column("", "technique", text_cell("technique"), align="left"),
+        Column("", "technique", lambda row: (row["technique"],), align="left"),
         *stages[:2],
         Column("time", "policy costs", lambda row: time_cell(number(row, "policy_pct"), number(row, comparison.FLOOR))),
         *stages[2:],
-        Column("", "realized", lambda row: (NO_VALUE if (ratio := number(row, "realization")) is None else f"{ratio:.2f}",)),
+        Column("", "realized", plain_cell("realization", 2)),
     )
     legend = (
         "Operations, time, energy: percent of dense inference that is saved, of a prompt (energy: of the prompt and the tokens "
@@ -119,7 +113,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
     return Table(name, "Waterfall: from operations to joules", found, (panel,), legend)
 
 
-def _cell(row: Mapping[str, Any], stage: str) -> Lines:
+def _cell(stage: str, row: Mapping[str, Any]) -> Lines:
     """A stage; times and joules with what they cannot be told from."""
     value = number(row, stage)
     if stage in ("kernel_saved_pct", "wall_saved_pct"):

@@ -21,19 +21,7 @@ from quicksilver.report.artefacts import Outcome, Row, artefact
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
 from quicksilver.report.sweeps import FRONT, front
-from quicksilver.report.table import (
-    NO_VALUE,
-    Column,
-    Lines,
-    Panel,
-    Table,
-    kl_cell,
-    number,
-    plain_cell,
-    signed_cell,
-    speedup_cell,
-    technique_cell,
-)
+from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, kl_cell, number, plain_cell, signed_cell, speedup_cell
 
 from ..ablation.techniques import options, row_of, steps
 
@@ -161,7 +149,7 @@ def _more(outcome: Outcome) -> dict[str, Any]:
 def columns() -> tuple[Column, ...]:
     """The printed columns."""
     return (
-        Column("", "technique", technique_cell, align="left"),
+        Column("", "technique", comparison.technique_cell, align="left"),
         Column("perplexity against dense", "Δppl", comparison.delta_ppl_cell),
         Column("", "KL × 100", kl_cell, expendable=3),
         Column("saved %", "exec, prompt", signed_cell("prompt_executed_flops_saved_pct")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -54,14 +55,9 @@ def overrides(model: str, technique: str) -> tuple[str, ...]:
     """The modules of a technique, its dial set for this model."""
     layers, dropped, protected = DIALS[model]
     if technique == PREDICTED:
-        fields = {
-            "drop_before": 1,
-            "drop_share": 0,
-            "predict_before": round(PREDICT_DEPTH * layers),
-            "protect_first": PROTECT_FIRST,
-        }
-        schedule = ",".join(f"{name}:{value}" for name, value in (fields | {"protect_last": protected}).items())
-        return ("modules=[fitted_prediction]", *options("fitted_prediction", save="null", schedule=f"{{{schedule}}}"))
+        ends = f"protect_first:{PROTECT_FIRST},protect_last:{protected}"
+        schedule = f"{{drop_before:1,drop_share:0,predict_before:{round(PREDICT_DEPTH * layers)},{ends}}}"
+        return ("modules=[fitted_prediction]", *options("fitted_prediction", save="null", schedule=schedule))
     module, *signal = SETTINGS[technique]
     dial = options("halting", window=f"[{DROP_DEPTH:g},0.8]", halted_share=f"{dropped / PROMPT_TOKENS:.6g}")
     return (f"modules=[{module}]", *signal, *dial)
@@ -114,16 +110,11 @@ def best_signal(outcomes: Sequence[Outcome], model: str) -> list[Outcome]:
 
 def _beside(outcome: Outcome, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     signals = best_signal(outcomes, outcome.row.panel)
-    if outcome.record is None or not signals:
+    others = signals if outcome.row.key == PREDICTED else signals[1:] if outcome in signals[:1] else []
+    if outcome.record is None or not others:
         return {}
-    if outcome.row.key == PREDICTED:
-        other = signals[0]
-    elif outcome is signals[0] and len(signals) > 1:
-        other = signals[1]
-    else:
-        return {}
-    difference = bootstrap(mean, _kl(other.record) - _kl(outcome.record))
-    return {"beside": other.row.key, **_named("beside_kl_nats", difference)}
+    difference = bootstrap(mean, _kl(others[0].record) - _kl(outcome.record))
+    return {"beside": others[0].row.key, **_named("beside_kl_nats", difference)}
 
 
 def _trends(outcomes: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
@@ -141,10 +132,8 @@ def _trends(outcomes: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
 
 def _trained_alike(rungs: list[Record]) -> list[Record]:
     """The largest group of models that saw as many tokens, so that a trend is not one of training; all, where no two did."""
-    groups: dict[int | None, list[Record]] = {}
-    for one in rungs:
-        groups.setdefault(trained_tokens(one.model.name), []).append(one)
-    largest = max(groups.values(), key=len, default=rungs)
+    counted = Counter(trained_tokens(one.model.name) for one in rungs).most_common(1)
+    largest = [one for one in rungs for tokens, _ in counted if trained_tokens(one.model.name) == tokens]
     return largest if len(largest) > 1 else rungs
 
 

@@ -272,6 +272,11 @@ def columns(*, prompt: bool) -> tuple[Column, ...]:
     )
 
 
+def technique_cell(row: Mapping[str, Any]) -> Lines:
+    """What is printed of a row; below it the reason why it has no record."""
+    return (row["technique"],) if row["status"] == MEASURED else (row["technique"], row["status"])
+
+
 def marked_technique_cell(row: Mapping[str, Any]) -> Lines:
     """What is printed of a row, † where it looks ahead; below it the reason why it has no record."""
     if row["status"] == MEASURED:

@@ -523,8 +523,3 @@ def plain_cell(key: str, decimals: int = 1, times: float = 1.0) -> Cell:
 def signed_cell(key: str, decimals: int = 1, times: float = 1.0) -> Cell:
     """A cell of the difference under `key`, such as `+1.2`."""
     return lambda row: (NO_VALUE if (value := number(row, key)) is None else signed(times * value, decimals),)
-
-
-def technique_cell(row: Mapping[str, Any]) -> Lines:
-    """What is printed of a row; below it the reason why it has no record."""
-    return (row["technique"],) if row["status"] == "measured" else (row["technique"], row["status"])

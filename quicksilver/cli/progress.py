@@ -101,11 +101,9 @@ def watched(steps: Sequence[Planned]) -> Iterator[Callable[[Progress], None]]:
     """Say on stderr how much there is to do and how far it is: a bar with the time left on a terminal, else one line a run."""
     from quicksilver.report.sweep_status import duration
 
-    missing = sum(not step.done for step in steps)
-    if missing:
-        print(
-            f"{len(steps)} runs behind this, {len(steps) - missing} with a record, {missing} to do.", file=sys.stderr, flush=True
-        )
+    if missing := sum(not step.done for step in steps):
+        there = len(steps) - missing
+        print(f"{len(steps)} runs behind this, {there} with a record, {missing} to do.", file=sys.stderr, flush=True)
     announced: set[int] = set()
     started = time.monotonic()
     with progress_bar() as bar:
@@ -127,11 +125,7 @@ def counted(total: int, what: str) -> Iterator[Callable[[], None]]:
     from tqdm import tqdm
 
     with tqdm(total=total, desc=what, file=sys.stderr, disable=None, leave=False, delay=0.5) as bar:
-
-        def step() -> None:
-            bar.update()
-
-        yield step
+        yield lambda: bar.update() and None
 
 
 def summary(record: Record) -> str:
@@ -151,13 +145,13 @@ def summary(record: Record) -> str:
     ]
     if record.dense is not None:
         lines += _against_dense(record)
-    for name, result in {
+    results: dict[str, type[Result]] = {
         "audit": AuditResult, "task": TaskResult, "emissions": EmissionsResult, "components": ComponentsResult, "energy": EnergyResult,
         "deployment": DeploymentResult,
-    }.items():  # fmt: skip
-        found: Result | None = record.found(name, result)
-        if found is not None:
-            lines.append(f"  {name:<12} {found.line()}")
+    }  # fmt: skip
+    lines += [
+        f"  {name:<12} {found.line()}" for name, result in results.items() if (found := record.found(name, result)) is not None
+    ]
     lines += [f"  care         {warning}" for warning in record.timing_warnings]
     lines.append(f"  record       {record.path}")
     return "\n".join(lines)
@@ -176,18 +170,11 @@ def _against_dense(record: Record) -> list[str]:
     of = " of the prompt's" if prompt else ""
     lines.append(f"  FLOPs saved  {said}{of}")
     saved_pct = record.flops_saved_pct("prompt_executed") if prompt else None
-    for name, entry in record.config["modules"].items():
-        asked = entry.get("save") if isinstance(entry, Mapping) else None
-        if (
-            isinstance(asked, float)
-            and saved_pct is not None
-            and len(record.config["modules"]) == 1
-            and 100 * asked - saved_pct > 2
-        ):
-            lines.append(
-                f"  care         modules.{name}.save={asked:g} was chosen for other prompts: those of {record.protocol.prompt_tokens} tokens save "
-                f"{saved_pct:.1f}%"
-            )
+    name, entry = next(iter(record.config["modules"].items()), ("", None))
+    asked = entry.get("save") if isinstance(entry, Mapping) and len(record.config["modules"]) == 1 else None
+    if isinstance(asked, float) and saved_pct is not None and 100 * asked - saved_pct > 2:
+        those = f"those of {record.protocol.prompt_tokens} tokens save {saved_pct:.1f}%"
+        lines.append(f"  care         modules.{name}.save={asked:g} was chosen for other prompts: {those}")
     latency = record.found("latency", LatencyResult)
     if latency is not None:
         lines.append(f"  latency      {latency.line()}")

@@ -65,13 +65,7 @@ class Recipe:
 
     def lr_scale(self, step: int, steps: int) -> float:
         """Share of the peak learning rate at `step`: a warmup, then a straight fall to 0 at the plan's `steps`."""
-        for first, last in self.falls:
-            if first <= step < last:
-                return self._planned(first, steps) * (last - step) / (last - first)
-        return self._planned(step, steps)
-
-    def _planned(self, step: int, steps: int) -> float:
-        return min(1.0, (step + 1) / self.warmup_steps) * (1 - step / steps)
+        return training_loop.falling(lambda at: min(1.0, (at + 1) / self.warmup_steps) * (1 - at / steps), self.falls, step)
 
 
 @dataclass(frozen=True)

@@ -85,13 +85,12 @@ class Recipe:
 
     def lr_scale(self, step: int) -> float:
         """Share of the peak learning rate at `step`."""
-        warm = min(1.0, (step + 1) * self.batch_tokens / self.warmup_tokens)
-        if self.shortened and step >= self.shortened[0]:
-            first, last = self.shortened
-            return dataclasses.replace(self, shortened=None).lr_scale(first) * (last - step) / (last - first)
-        if step < self.decay_start:
-            return warm
-        return warm * (self._planned_steps - step) / (self._planned_steps - self.decay_start)
+
+        def planned(at: int) -> float:
+            left = (self._planned_steps - at) / (self._planned_steps - self.decay_start) if at >= self.decay_start else 1.0
+            return min(1.0, (at + 1) * self.batch_tokens / self.warmup_tokens) * left
+
+        return training_loop.falling(planned, [self.shortened] if self.shortened else [], step)
 
     def context_at(self, step: int) -> int:
         long = step >= self.decay_start

@@ -28,6 +28,14 @@ def is_hidden_matrix(name: str, parameter: torch.nn.Parameter) -> bool:
     return parameter.ndim == 2 and ("layers." in name or ".h." in name)
 
 
+def falling(planned: Callable[[int], float], falls: Sequence[tuple[int, int]], step: int) -> float:
+    """The planned share of the learning rate at `step`; between the steps of a fall it goes straight to 0."""
+    for first, last in falls:
+        if first <= step < last:
+            return planned(first) * (last - step) / (last - first)
+    return planned(step)
+
+
 def run(
     model: torch.nn.Module, optims: Sequence[torch.optim.Optimizer], folder: Path, check: Callable[[dict[str, Any], Path], None], *,
     recipe: Any, name: str, steps: int, lr_scale: Callable[[int], float], losses: Callable[[int], Iterable[tuple[torch.Tensor, float]]],

@@ -110,19 +110,20 @@ class Killed(Exception):
     """Stands for kill -9: nothing of ours catches it."""
 
 
-def die_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+def train_until(step: int, work: Path, data: Path, recipe: training.Recipe = RECIPE) -> None:
     """Break off in the middle of step `step`."""
-    calls, real = 0, training.step_loss
-    per_step = RECIPE.batch_tokens // RECIPE.micro_batch_tokens
+    losses = iter(range((RECIPE.batch_tokens // RECIPE.micro_batch_tokens) * step + 1))
+    real = training.step_loss
 
     def step_loss(*args: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls > per_step * step + 1:
+        if next(losses, None) is None:
             raise Killed
         return real(*args)
 
-    monkeypatch.setattr(training, "step_loss", step_loss)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "step_loss", step_loss)
+        with pytest.raises(Killed):
+            train(work, data, recipe)
 
 
 # -- the same weights --------------------------------------------------------------------------------------------------------------
@@ -147,29 +148,22 @@ def test_two_runs_of_one_recipe_give_equal_weights_and_another_seed_others(tmp_p
     train(tmp_path / "again", data)
     assert_equal_weights(weights(tmp_path / "again"), weights(uninterrupted))
     train(tmp_path / "other", data, dataclasses.replace(RECIPE, seed=43))
-    assert not torch.equal(
-        weights(tmp_path / "other")["transformer.wte.weight"], weights(uninterrupted)["transformer.wte.weight"]
-    )
+    name = "transformer.wte.weight"
+    assert not torch.equal(weights(tmp_path / "other")[name], weights(uninterrupted)[name])
 
 
 @pytest.mark.parametrize("step", first([57, 3]), ids=["after the first checkpoint", "before it"])
-def test_a_run_that_broke_off_ends_with_the_weights_of_one_that_did_not(tmp_path, data, uninterrupted, step, monkeypatch):
-    with monkeypatch.context() as patch:
-        die_at(patch, step)
-        with pytest.raises(Killed):
-            train(tmp_path, data)
+def test_a_run_that_broke_off_ends_with_the_weights_of_one_that_did_not(tmp_path, data, uninterrupted, step):
+    train_until(step, tmp_path, data)
     assert (training_loop.load_state(tmp_path / "tiny") is None) == (step < 50)
     train(tmp_path, data)
     assert_equal_weights(weights(tmp_path), weights(uninterrupted))
     assert state(tmp_path)["history"] == state(uninterrupted)["history"]
 
 
-def test_a_run_of_an_earlier_version_goes_on(tmp_path, data, uninterrupted, monkeypatch):
+def test_a_run_of_an_earlier_version_goes_on(tmp_path, data, uninterrupted):
     """Its state is a folder with the weights, the moments of each optimiser, and what is no tensor."""
-    with monkeypatch.context() as patch:
-        die_at(patch, 57)
-        with pytest.raises(Killed):
-            train(tmp_path, data)
+    train_until(57, tmp_path, data)
     there, place = state(tmp_path), tmp_path / "tiny" / "latest"
     place.mkdir()
     save_file(there.pop("model"), place / "model.safetensors")
@@ -192,25 +186,19 @@ def test_a_finished_run_is_not_trained_further(tmp_path, data, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_end_may_be_moved_until_the_decay_has_begun(tmp_path, data, uninterrupted, monkeypatch):
+def test_the_end_may_be_moved_until_the_decay_has_begun(tmp_path, data, uninterrupted):
     """Started for longer, then told the real length at step 50: the weights are those of a run that knew it from the start."""
-    with monkeypatch.context() as patch:
-        die_at(patch, 51)
-        with pytest.raises(Killed):
-            train(tmp_path, data, dataclasses.replace(RECIPE, total_tokens=90 * 64))
+    train_until(51, tmp_path, data, dataclasses.replace(RECIPE, total_tokens=90 * 64))
     train(tmp_path, data)
     assert_equal_weights(weights(tmp_path), weights(uninterrupted))
 
 
 @pytest.mark.slow
-def test_a_run_may_be_shortened_from_a_step_it_has_not_passed(tmp_path, data, monkeypatch):
+def test_a_run_may_be_shortened_from_a_step_it_has_not_passed(tmp_path, data):
     """Told at step 50 to end at 58: as if it had been told at the start; and not told at 50 to have been shortened at 40."""
     short = dataclasses.replace(RECIPE, shortened=(52, 58))
     train(tmp_path / "straight", data, short)
-    with monkeypatch.context() as patch:
-        die_at(patch, 51)
-        with pytest.raises(Killed):
-            train(tmp_path / "told", data)
+    train_until(51, tmp_path / "told", data)
     model, optims = model_and_optimizers()
     with pytest.raises(SystemExit, match=r"shortened: checkpoint None, now \[40, 58\]"):
         restore(tmp_path / "told" / "tiny", dataclasses.replace(RECIPE, shortened=(40, 58)), model, optims)

@@ -20,7 +20,7 @@ from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:  # matplotlib is for who draws, pandas for who reads records: a list of what there is needs neither
     from quicksilver.records.record import Record
-    from quicksilver.report.claims.ledger import AnsweredBy
+    from quicksilver.report.claims.ledger import AnsweredBy, Statement
     from quicksilver.report.figure import Figure
     from quicksilver.report.table import Table
 
@@ -113,6 +113,7 @@ class ArtefactFunction:
     rows: Callable[[], Sequence[Row]]
     READS: tuple[str, ...] = ()
     ANSWERS: Mapping[str, AnsweredBy | tuple[AnsweredBy, ...]] = field(default_factory=dict)
+    STATEMENTS: Callable[[], list[Statement]] = list
 
     def __call__(self, outcomes: Sequence[Outcome], name: str) -> Any:
         """The table or figure called `name`, from one outcome a row."""
@@ -125,13 +126,14 @@ def artefact(
     rows: Callable[[], Sequence[Row]],
     reads: Sequence[str] = (),
     answers: Mapping[str, AnsweredBy | tuple[AnsweredBy, ...]] | None = None,
+    statements: Callable[[], list[Statement]] = list,
 ) -> Callable[[Maker], ArtefactFunction]:
     """Declare the function below, `table11_ablation` or `figure_front`, the maker of that table or figure; its docstring begins with the title.
 
     Args:
-        rows, reads, answers: what a file with one artefact calls `rows`, `READS` and `ANSWERS`.
+        rows, reads, answers, statements: what a file with one artefact calls `rows`, `READS`, `ANSWERS` and `STATEMENTS`.
     """
-    return lambda make: ArtefactFunction(make, rows, tuple(reads), answers or {})
+    return lambda make: ArtefactFunction(make, rows, tuple(reads), answers or {}, statements)
 
 
 @dataclass(frozen=True)

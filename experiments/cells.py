@@ -30,6 +30,6 @@ def with_ends(column: str, decimals: int = 1, *, sign: bool = False) -> Cell:
     return cell
 
 
-def ends(column: str, value: float, low: float, high: float, times: float = 1.0) -> dict[str, float]:
-    """A value with the ends of its interval as three columns; `times=100` makes shares percentages."""
-    return {f"{column}{end}": times * one for end, one in zip(ENDS, (value, low, high), strict=True)}
+def ends(column: str, interval: Any, times: float = 1.0) -> dict[str, float]:
+    """Three columns of anything with `value`, `low` and `high`; `times=100` makes shares percentages."""
+    return {f"{column}{end}": times * getattr(interval, end.lstrip("_") or "value") for end in ENDS}

@@ -14,7 +14,7 @@ from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row, artefact
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate
-from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number, numbers
+from quicksilver.report.table import ENDS, NO_VALUE, Column, Lines, Panel, Table, number, numbers
 
 from ..cells import ends, plain, with_ends
 
@@ -50,6 +50,11 @@ def _table(
         said = (notes(one.record) if one.record else [f"{one.row.technique}: {one.reason}."] for one in mine)
         panels.append(Panel(key, heading, tuple(columns), (*(line for lines in said for line in lines), *provenance.notes(mine))))
     return Table(name, title, frame, tuple(panels), legend)
+
+
+def _ends(column: str, one: Any, name: str) -> dict[str, float]:
+    """The fields `name`, `name_low` and `name_high` as three columns."""
+    return {f"{column}{end}": getattr(one, f"{name}{end}") for end in ENDS}
 
 
 _LAYER = Column("", "after layer", lambda row: (f"{row['layer']}",), align="left")
@@ -124,8 +129,8 @@ def _bounds(record: Record, panel: str) -> Iterator[dict[str, Any]]:
         yield {
             **{"panel": panel, "section": SAID[one.inequality][0], "key": f"{one.inequality}.{one.layer}.{one.constants}"},
             **{"inequality": one.inequality, "layer": one.layer, "constants": one.constants, "cases": one.cases},
-            **ends("holds_pct", one.holds.value, one.holds.low, one.holds.high, 100),
-            **ends("bound_ratio", one.bound_ratio, one.bound_ratio_low, one.bound_ratio_high),
+            **ends("holds_pct", one.holds, 100),
+            **_ends("bound_ratio", one, "bound_ratio"),
         }
 
 
@@ -221,13 +226,12 @@ def _lenses(record: Record, panel: str) -> Iterable[dict[str, Any]]:
         first = {"panel": panel, "section": "", "key": f"{one.layer}", "layer": one.layer}
         row, lens = by_layer.setdefault(one.layer, dict.fromkeys(_COLUMNS) | first), one.lens.split()[0]
         row |= {f"{lens}_nats": one.nats, f"{lens}_entropy_nats": one.entropy_nats}
-        row |= ends(f"{lens}_r", one.correlation, one.correlation_low, one.correlation_high)
+        row |= _ends(f"{lens}_r", one, "correlation")
     for rounding in found.roundings:
         for name, bits in _ROUNDED.items():
             if rounding.bits == bits:
-                row = by_layer[rounding.layer]
-                row |= ends(f"{name}_r", rounding.correlation, rounding.correlation_low, rounding.correlation_high)
-                row[f"{name}_error_l2"] = rounding.error_l2
+                by_layer[rounding.layer] |= _ends(f"{name}_r", rounding, "correlation")
+                by_layer[rounding.layer][f"{name}_error_l2"] = rounding.error_l2
     return by_layer.values()
 
 

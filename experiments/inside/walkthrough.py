@@ -72,16 +72,8 @@ def walk(record: Record) -> pd.DataFrame:
 
 _WALKED = (
     *("panel", "section", "slot", "token", "halts_after_layer", "resumes_in_layer", "drift_relative", "entropy_nats"),
-    *(
-        "layers_without_kv",
-        "fused_after_layer",
-        "fused_into",
-        "fused_into_token",
-        "parts",
-        "bits",
-        "deciding_entropy_nats",
-        "paper",
-    ),
+    *("layers_without_kv", "fused_after_layer", "fused_into", "fused_into_token", "parts"),
+    *("bits", "deciding_entropy_nats", "paper"),
 )
 
 

@@ -6,13 +6,14 @@ paper speaks of phrases, so the smallest common constituent being one answers it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
+from quicksilver.measure.strata import Share
 from quicksilver.measure.words import PAIRS, ConstituentsResult, Fused
 from quicksilver.records.record import Record
 from quicksilver.report import provenance
@@ -26,16 +27,8 @@ from .. import drawing as draw
 from ..cells import ends, plain, with_ends, words
 from . import runs
 
-_OF_PAIRS = (
-    "words_apart",
-    "sentence",
-    "kind",
-    "tags",
-    "label",
-    "words",
-    "fused_after",
-    "rank_8",
-)  # notebook 4 computes the table again
+# Notebook 4 computes the table again.
+_OF_PAIRS = ("words_apart", "sentence", "kind", "tags", "label", "words", "fused_after", "rank_8")
 DEFINITIONS = {
     "short": "A common constituent of at most six words",
     "phrase": "The smallest common constituent is a phrase, no clause",
@@ -59,29 +52,26 @@ def fused(record: Record) -> Fused | None:
 _PHRASE = "the smallest common constituent is a phrase, no clause; gold trees"
 
 
+def _answer(
+    key: str, of: Callable[[Fused], Any], beyond: Callable[[Fused], Any] | None = None, note: str = _PHRASE
+) -> AnsweredBy:
+    """Shares of the fused neighbours of that run, in percent."""
+
+    def percent(what: Callable[[Fused], Any]) -> Callable[[Record], Estimate | None]:
+        return lambda record: None if (one := fused(record)) is None else Estimate.of(what(one), 100)
+
+    return AnsweredBy(runs.FUSION, key, of_record=percent(of), beyond_chance=percent(beyond) if beyond else None, note=note)
+
+
 def _precision(key: str, definition: str = "phrase", note: str = _PHRASE) -> AnsweredBy:
-    """Precision, in percent, and how far it is from that of random neighbours."""
-
-    def precision(record: Record) -> Estimate | None:
-        one = fused(record)
-        return None if one is None else Estimate.of(one.precision[definition], 100)
-
-    def beyond(record: Record) -> Estimate | None:
-        one = fused(record)
-        null = None if one is None else one.nulls[definition]["random"]
-        return None if null is None else Estimate(100 * null.excess, 100 * null.excess_low, 100 * null.excess_high)
-
-    return AnsweredBy(runs.FUSION, key, of_record=precision, beyond_chance=beyond, note=note)
+    """Precision, and how far it is from that of random neighbours."""
+    beyond = lambda one: one.nulls[definition]["random"].beyond
+    return _answer(key, lambda one: one.precision[definition], beyond, note)
 
 
 def _random(key: str) -> AnsweredBy:
-    def of(record: Record) -> Estimate | None:
-        """Precision of as many random neighbours, in percent."""
-        one = fused(record)
-        null = None if one is None else one.nulls["phrase"]["random"]
-        return None if null is None else Estimate(100 * null.expected, 100 * null.low, 100 * null.high)
-
-    return AnsweredBy(runs.FUSION, key, of_record=of, note=_PHRASE)
+    """Precision of as many random neighbours."""
+    return _answer(key, lambda one: one.nulls["phrase"]["random"].chance)
 
 
 def _answers() -> dict[str, AnsweredBy]:
@@ -139,28 +129,21 @@ def _rows(outcome: Outcome, definition: str) -> Iterator[dict[str, Any]]:
     one = fused(record) if record is not None else None
     if record is None or one is None:
         return
-    claim, share, nulls = reported()[f"table9.{key}"].values, one.precision[definition], one.nulls[definition]
-    technique, random, tags = (
-        f"{outcome.row.technique} (layer {one.layer} of {record.model.layers})",
-        nulls["random"],
-        nulls["same tags"],
-    )
+    claim, nulls = reported()[f"table9.{key}"].values, one.nulls[definition]
+    technique = f"{outcome.row.technique} (layer {one.layer} of {record.model.layers})"
     row = {
         **{"panel": "precision", "section": DEFINITIONS[definition], "key": f"{key}.{definition}", "technique": technique},
         **{"layer": one.layer, "reported_pct": claim["precision_pct"], "reported_random_pct": claim["random_precision_pct"]},
         **{"pairs": one.pairs, "eligible": one.eligible, "within_word_pct": _within(one)},
         "elsewhere_pct": 100 * (one.across_sentences + one.no_word) / one.pairs,
-        **ends("precision_pct", share.value, share.low, share.high, 100),
-        **ends("random_pct", random.expected, random.low, random.high, 100),
-        **ends("beyond_random", random.excess, random.excess_low, random.excess_high, 100),
-        **ends("beyond_tags", tags.excess, tags.excess_low, tags.excess_high, 100),
+        **{**ends("precision_pct", one.precision[definition], 100), **ends("random_pct", nulls["random"].chance, 100)},
+        **{**ends("beyond_random", nulls["random"].beyond, 100), **ends("beyond_tags", nulls["same tags"].beyond, 100)},
         **dict.fromkeys(("grouped_pct", "beyond_apart", "beyond_apart_low", "beyond_apart_high")),
     }
     grouped = next((group for group in result(record).grouped if group.layer == one.layer and group.precision), None)
     if grouped is not None:
-        apart = grouped.nulls[definition]["words apart"]
-        row |= ends("beyond_apart", apart.excess, apart.excess_low, apart.excess_high, 100)
         row["grouped_pct"] = 100 * grouped.precision[definition].value
+        row |= ends("beyond_apart", grouped.nulls[definition]["words apart"].beyond, 100)
     yield row | {"record": record.fingerprint}
 
 
@@ -214,13 +197,11 @@ def _over_depth(axis: Axes, records: Sequence[Record], definition: str) -> pd.Da
     found = result(records[0])
     chosen = [one for one in found.closest if one.precision]
     layers = np.array([one.layer for one in chosen])
-    shares = [one.precision[definition] for one in chosen]
-    share = 100 * np.array([(one.value, one.low, one.high) for one in shares])
+    share = 100 * np.array(list(map(_ends, (one.precision[definition] for one in chosen))))
     frame = pd.DataFrame({"definition": definition, "layer": layers})
     frame[["closest_pct", "closest_pct_low", "closest_pct_high"]] = share
     for null, (colour, dash, label) in _NULLS.items():
-        nulls = [one.nulls[definition][null] for one in chosen]
-        band = percent_of_shares([(one.expected, one.low, one.high) for one in nulls])
+        band = percent_of_shares([_ends(one.nulls[definition][null].chance) for one in chosen])
         axis.fill_between(layers, band[:, 1], band[:, 2], color=colour, alpha=0.3, linewidth=0)
         draw.line(axis, layers, band[:, 0], color=colour, linestyle=dash, label=label)
         short = null.replace(" ", "_")
@@ -237,6 +218,10 @@ def _over_depth(axis: Axes, records: Sequence[Record], definition: str) -> pd.Da
             _marks(axis, [(at, claim["precision_pct"])], "the paper, fused" if first else None, marker="*", markersize=9)
             _marks(axis, [(at, claim["random_precision_pct"])], "the paper, random" if first else None, marker="x", markersize=6)
     return frame
+
+
+def _ends(share: Share) -> tuple[float, float, float]:
+    return share.value, share.low, share.high
 
 
 def _marks(axis: Axes, places: Sequence[tuple[float, float]], label: str | None, **look: Any) -> None:

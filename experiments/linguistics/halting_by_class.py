@@ -1,4 +1,4 @@
-"""Halting by part of speech on gold tags, beside what explains it without grammar: Tables 2, 8 and 12, and over depth as a figure.
+"""Halting by part of speech on gold tags, beside what explains it without grammar: Tables 2, 8 and 12, over depth, and the signals behind it.
 
 The paper prints the same numbers three times. Here they are one measurement on one treebank: the paper's rule with thresholds of this model
 and with those it prints, drift alone, and the rule of ours. The second panel asks what is left of a class's rate beyond words of the same
@@ -14,13 +14,14 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from quicksilver.measure.words import WORDS, WordClassesResult
+from quicksilver.measure.words import SIGNALS_OF_WORDS, WORDS, Means, WordClassesResult, WordSignalsResult
 from quicksilver.records.record import Record
+from quicksilver.records.stats import bootstrap
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, artefact
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
-from quicksilver.report.figure import GREY, PALETTE, Figure, panels, percent_of_shares, style, whiskers
+from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, panels, percent_of_shares, style, whiskers
 from quicksilver.report.table import ENDS, Column, Panel, Table
 
 from .. import drawing as draw
@@ -71,13 +72,14 @@ def _answer(*names: str, note: str = "") -> AnsweredBy:
 
     def beyond(record: Record) -> Estimate | None:
         null = result(record).of(lowest(record)).nulls.get("random")
-        return None if null is None else Estimate(100 * null.excess, 100 * null.excess_low, 100 * null.excess_high)
+        return None if null is None else Estimate.of(null.beyond, 100)
 
     said = "; ".join(filter(None, ("drift and entropy, calibrated, half of the depth", note)))
     return AnsweredBy(runs.HALTING, runs.MAIN, of_record=rate, beyond_chance=beyond, note=said)
 
 
-_LOWEST = _answer(*("determiner", "preposition", "conjunction"), note="the lowest of determiners, prepositions and conjunctions")
+_FUNCTION = ("determiner", "preposition", "conjunction")
+_LOWEST = _answer(*_FUNCTION, note="the lowest of determiners, prepositions and conjunctions")
 _ANSWERS = {f"{claim}.halted_share_pct": _answer(name) for name, (_, claim) in CLASSES.items() if claim is not None}
 _ANSWERS |= {f"{entry}.function_words.halted_share_pct": _LOWEST for entry in ("section2", "s1")}
 _ANSWERS["m.content_words.halted_share_pct"] = _answer("content")
@@ -152,10 +154,9 @@ def _rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
         if claim is not None:
             values = reported()[claim].values
             row |= {"reported_pct": values["halted_share_pct"], "reported_tokens": values["tokens"]}
-        row |= ends("halted_pct", one.halted.value, one.halted.low, one.halted.high, 100)
+        row |= ends("halted_pct", one.halted, 100)
         if (name, "paper") in readings:
-            paper = found.of(name, "paper").halted
-            row |= ends("paper_tags_pct", paper.value, paper.low, paper.high, 100)
+            row |= ends("paper_tags_pct", found.of(name, "paper").halted, 100)
         row |= {f"{rule}_pct": 100 * share for rule, share in one.halted_words.items()}
         layers = len(one.by_layer)
         row |= {f"at_{name}_pct": 100 * one.by_layer[max(0, round(depth * layers) - 1)] for name, depth in _DEPTHS.items()}
@@ -163,8 +164,7 @@ def _rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
         if one.nulls and found.model:
             row = {**row, "panel": "nulls"}
             for null, against in one.nulls.items():
-                row |= ends(null, against.excess, against.excess_low, against.excess_high, 100)
-                row[f"{null}_expected"] = 100 * against.expected
+                row |= {**ends(null, against.beyond, 100), f"{null}_expected": 100 * against.expected}
             yield row
     if found.model:
         explained = {tuple(one.terms): one.deviance_explained for one in found.model}
@@ -204,9 +204,8 @@ def figure_halting_by_class(outcomes: Sequence[Outcome], name: str) -> Figure:
                 axis.set_axis_off()
                 continue
             frames.append(_over_depth(axis, found, kind))
-            beyond = found.of(kind).nulls[MATCHED]
-            value, low, high = (100 * end for end in (beyond.excess, beyond.excess_low, beyond.excess_high))
-            lines.append(f"{kind} {value:+.0f} [{low:+.0f} {high:+.0f}]")
+            beyond = Estimate.of(found.of(kind).nulls[MATCHED].beyond, 100)
+            lines.append(f"{kind} {beyond.value:+.0f} [{beyond.low:+.0f} {beyond.high:+.0f}]")
         for axis in axes[1]:
             axis.set_xlabel("layer")
         for axis in axes[:, 0]:
@@ -233,12 +232,157 @@ def _over_depth(axis: Axes, found: WordClassesResult, kind: str) -> pd.DataFrame
         draw.line(axis, depth, middle, color=colour, linestyle=dash, linewidth=1)
         frame = frame.assign(**{f"{short}_pct": middle, f"{short}_pct_low": low, f"{short}_pct_high": high})
     axis.plot(depth, rate, color=PALETTE[1], linestyle="-", marker="o", markersize=2.5, label="halted")
-    at = depth[found.layer - 1]
-    share, least, most = (100 * end for end in (one.halted.value, one.halted.low, one.halted.high))
-    axis.errorbar([at], [share], yerr=whiskers(share, least, most), color=PALETTE[1], capsize=3, linewidth=1.2)
+    at, share = depth[found.layer - 1], Estimate.of(one.halted, 100)
+    error = whiskers(share.value, share.low, share.high)
+    axis.errorbar([at], [share.value], yerr=error, color=PALETTE[1], capsize=3, linewidth=1.2)
     if claim is not None:
         star: dict[str, Any] = {"marker": "*", "markersize": 9, "color": "black", "label": "the paper, layer 15 of 30"}
         draw.points(axis, [at], [reported()[claim].values["halted_share_pct"]], **star)
     axis.set_title(f"{title}: {one.tokens:,} tokens")
     axis.set_ylim(-3, 103)
     return frame
+
+
+# --- signals of the dense model ---------------------------------------------------------------------------------------------------
+
+_SIGNAL_READS = (
+    *(f"{WORDS}:{column}" for column in ("window", "slot", "halt_layer")),
+    *(f"{SIGNALS_OF_WORDS}:{signal}" for signal in ("attention_received", "drift_relative")),  # drift for notebook 4
+)
+Z = 1.96
+TERMS = {"position": "position", "log frequency": "+ log frequency", "word start": "+ word start", "class": "+ class"}
+
+
+def _half(one: Means) -> int:
+    return len(one.mean) // 2
+
+
+def _deepened(one: Means) -> Estimate:
+    """Mean entropy in the last layer that is looked at, less that at half of the depth. As if the two were of different sentences, which is
+    wider than they are."""
+    change, error = one.mean[-1] - one.mean[_half(one)], float(np.hypot(one.error[-1], one.error[_half(one)]))
+    return Estimate(change, change - Z * error, change + Z * error)
+
+
+def _deepening(words: str) -> AnsweredBy:
+    def of(record: Record) -> Estimate:
+        return _deepened(record.measured("word_signals", WordSignalsResult).entropy_nats[words])
+
+    note = f"{words} words, logit lens of the dense model, last layer that is looked at, less half of the depth"
+    return AnsweredBy(runs.HALTING, runs.MAIN, of_record=of, note=note)
+
+
+def _decay(record: Record) -> Estimate | None:
+    """What halted tokens get over what others get at the same place: mean of the layers after they halted, over that of the layer by which they
+    had; bootstrap over windows."""
+    found = record.measured("word_signals", WordSignalsResult).attention
+    if found is None:
+        return None
+    received = record.arrays(SIGNALS_OF_WORDS)["attention_received"].astype(float)
+    tokens = pd.read_parquet(record.path / WORDS)
+    tokens = tokens[(tokens["halt_layer"] <= found.layer) & (tokens["window"] < received.shape[1])]
+    at_place, half = received.mean(1), found.layer - 1
+    window, slot = tokens["window"].to_numpy(), tokens["slot"].to_numpy()
+    of_tokens = (
+        *(received[half + 1 :, window, slot].mean(0), at_place[half + 1 :, slot].mean(0)),
+        *(received[half, window, slot], at_place[half, slot]),
+    )
+    sums = [np.bincount(window, weights=values, minlength=received.shape[1]) for values in of_tokens]
+    return Estimate.of(bootstrap(lambda a, b, c, d: (a.sum(-1) / b.sum(-1)) / (c.sum(-1) / d.sum(-1)), *sums))
+
+
+_KEPT = "over what others get at the same place, in the dense model: layers after half of the depth"
+_SIGNAL_ANSWERS: dict[str, AnsweredBy | tuple[AnsweredBy, ...]] = {
+    "e4.collapse.entropy_change_nats": _deepening("function"),
+    "o.entropy.entropy_change_nats": tuple(_deepening(words) for words in ("function", "content")),
+    "c1.decay.attention_kept_ratio": AnsweredBy(runs.HALTING, runs.MAIN, of_record=_decay, note=_KEPT),
+}
+
+
+@artefact(lambda: runs.halting(runs.MAIN), _SIGNAL_READS, _SIGNAL_ANSWERS)
+def figure_word_signals(outcomes: Sequence[Outcome], name: str) -> Figure:
+    """Signals of the dense model by word class: entropy over depth (E.4), attention to halted tokens (C.1), and what explains drift."""
+    (record,) = runs.records(outcomes)
+    found = record.measured("word_signals", WordSignalsResult)
+    with style():
+        drawing, axes = panels(1, 3, size=(10.5, 3.5))
+        parts = [part for panel, axis in zip((_entropy, _attention, _drift), axes[0], strict=True) for part in panel(axis, found)]
+    caption = (*_said(found), *runs.whose_tags(outcomes), *provenance.notes(outcomes))
+    frame = pd.concat(parts, ignore_index=True)
+    return Figure(name, "Signals of the dense model by word class", frame, drawing, caption)
+
+
+def _by_layer(what: str, of: str, value: Any, **more: Any) -> pd.DataFrame:
+    return pd.DataFrame({"what": what, "of": of, "layer": np.arange(1, len(value) + 1), "value": value, **more})
+
+
+def _look(place: int) -> dict[str, Any]:
+    return {"color": PALETTE[place], "linestyle": DASHES[place], "marker": MARKERS[place], "markersize": 2.5}
+
+
+def _entropy(axis: Axes, found: WordSignalsResult) -> Iterator[pd.DataFrame]:
+    for place, kind in enumerate(kind for kind in DRAWN if kind in found.entropy_nats):
+        one = found.entropy_nats[kind]
+        mean, error = np.array(one.mean), Z * np.array(one.error)
+        part = _by_layer("entropy_nats", kind, mean, low=mean - error, high=mean + error)
+        axis.plot(part["layer"], mean, label=kind, **_look(place))
+        axis.fill_between(part["layer"], part["low"], part["high"], color=PALETTE[place], alpha=0.2, linewidth=0)
+        yield part
+    axis.set(title="Entropy of the logit lens", xlabel="layer", ylabel="nats")
+    axis.set_ylim(bottom=0)
+    axis.legend(fontsize=6, ncols=2)
+
+
+def _attention(axis: Axes, found: WordSignalsResult) -> Iterator[pd.DataFrame]:
+    halted = found.attention
+    axis.set(title=f"Attention to tokens halted by layer {halted.layer if halted else '-'}", xlabel="layer")
+    if halted is None:
+        return
+    drawn = {"share of all attention": halted.mass_share, "÷ what others get at the same place": halted.against_position}
+    for place, (label, got) in enumerate(drawn.items()):
+        part = _by_layer(f"attention of halted, {label}", "halted", got)
+        axis.plot(part["layer"], got, label=label, **_look(place))
+        yield part
+    draw.horizontal(axis, 1, linewidth=0.7)
+    share = {"color": PALETTE[0], "linestyle": ":", "label": "their share of the tokens"}
+    draw.horizontal(axis, halted.token_share, linewidth=0.7, **share)
+    draw.vertical(axis, halted.layer, color="#8a8a8a", linewidth=0.7, linestyle="--")
+    axis.set_ylim(bottom=0)
+    axis.legend(fontsize=6, loc="lower right")
+
+
+def _drift(axis: Axes, found: WordSignalsResult) -> Iterator[pd.DataFrame]:
+    below = np.zeros(len(found.drift_explained["class"]))
+    for colour, (term, label) in zip((0, 3, 6, 1), TERMS.items(), strict=True):
+        height = np.array(found.drift_explained[term])
+        part = _by_layer("drift_explained", label, height)
+        axis.bar(part["layer"], height - below, bottom=below, color=PALETTE[colour], width=0.8, label=label)
+        yield part
+        below = height
+    axis.set(title="Variance of log relative drift explained", xlabel="layer", ylabel="R²", ylim=(0, 1.25))
+    axis.legend(fontsize=6, ncols=2, loc="upper center")
+
+
+def _said(found: WordSignalsResult) -> tuple[str, ...]:
+    function, content = found.entropy_nats["function"], found.entropy_nats["content"]
+    explained = found.drift_explained
+    added = np.array(explained["class"]) - np.array(explained["word start"])
+    strongest = int(np.argmax(explained["position"]))
+    lines = [
+        f"Bands: 95% intervals clustered by sentence; {found.counted.tokens} tokens of {found.counted.sentences} sentences. Entropy from half of "
+        f"the depth to the last layer that is looked at: function words {_change(function)}, content words {_change(content)}; the paper says that it collapses for function words.",
+        f"Drift: position alone explains up to {explained['position'][strongest]:.2f} (layer {strongest + 1}); class adds {added.min():.3f} to {added.max():.3f}.",
+    ]
+    if found.attention is not None:
+        half, last = found.attention.layer - 1, -1
+        ratio = found.attention.against_position
+        lines.append(
+            f"Attention to halted tokens over that of others at the same place: {ratio[half]:.2f} in layer {half + 1}, {ratio[last]:.2f} in the last that "
+            "is looked at; the paper says that it decays."
+        )
+    return tuple(lines)
+
+
+def _change(one: Means) -> str:
+    change = _deepened(one)
+    return f"{one.mean[_half(one)]:.2f} → {one.mean[-1]:.2f} nats ({change.value:+.2f} [{change.low:+.2f} {change.high:+.2f}])"

@@ -14,7 +14,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from quicksilver.measure.task import TaskResult
-from quicksilver.records.record import Record
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, panels, style, whiskers
@@ -32,19 +31,8 @@ DEPTHS = (0.25, 0.5, 0.75)
 MODULE = "word_class_halting"
 _COLOURS = {"function": PALETTE[3], "content": PALETTE[1]}
 _COLUMNS = [
-    *(
-        "task",
-        "metric",
-        "words",
-        "random",
-        "depth_layers",
-        "lost",
-        "lost_low",
-        "lost_high",
-        "smallest_seen",
-        "flipped",
-        "mcnemar_p",
-    ),
+    *("task", "metric", "words", "random", "depth_layers"),
+    *("lost", "lost_low", "lost_high", "smallest_seen", "flipped", "mcnemar_p"),
     *("beyond_random", "beyond_random_low", "beyond_random_high", "executed_flops_saved_pct", "score", "dense_score"),
     *("above_chance", "examples", "record"),
 ]
@@ -66,36 +54,18 @@ def rows() -> list[Row]:
 
 def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     """One row a record: what was lost, paired by example, and what was lost beyond the null."""
-    nulls = {one.row.key.removesuffix(".random"): one.record for one in outcomes if one.row.key.endswith(".random")}
+    nulls = {one.row.key: one.record for one in outcomes}
     found = []
     for one in outcomes:
         if one.record is None or one.dense is None:
             continue
-        task, words, depth, random = _parts(one.row.key)
-        null = None if random else nulls.get(one.row.key)
-        row = {"task": task, "words": words, "random": random, "depth_layers": round(float(depth) * one.record.model.layers)}
-        found.append(row | _row(one.record, one.dense, null))
+        key, random = one.row.key.removesuffix(".random"), one.row.key.endswith(".random")
+        task, words, depth = key.split(".", 2)
+        row = {**scores.measured(one.record, one.dense), "dense_score": 100 * one.dense.measured("task", TaskResult).score}
+        row |= {"task": task, "words": words, "random": random, "depth_layers": round(float(depth) * one.record.model.layers)}
+        null = nulls.get(f"{one.row.key}.random")
+        found.append(row | (ends("beyond_random", scores.lost(one.record, null)) if null is not None else {}))
     return pd.DataFrame(found, columns=_COLUMNS)
-
-
-def _parts(key: str) -> tuple[str, str, str, bool]:
-    """Task, class, depth and whether it is the null, of `sst2.content.0.5.random`."""
-    task, words, *depth = key.removesuffix(".random").split(".")
-    return task, words, ".".join(depth), key.endswith(".random")
-
-
-def _row(record: Record, dense: Record, null: Record | None) -> dict[str, Any]:
-    result, base = record.measured("task", TaskResult), dense.measured("task", TaskResult)
-    row = {
-        **{"metric": result.metric, "score": 100 * result.score, "dense_score": 100 * base.score, "examples": result.examples},
-        **{"above_chance": scores.above_chance(dense), "record": record.fingerprint},
-        "executed_flops_saved_pct": 100 * (1 - result.executed_flops / base.executed_flops),
-        **scores.lost(record, dense).columns(),
-    }
-    if null is not None:
-        beyond = scores.lost(record, null)
-        row |= ends("beyond_random", beyond.value, beyond.low, beyond.high)
-    return row
 
 
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
@@ -117,12 +87,11 @@ def _draw(axis: Axes, rows: pd.DataFrame, title: str) -> None:
     chance = not bool(rows["above_chance"].iloc[0])
     for i, ((words, random), line) in enumerate(rows.groupby(["words", "random"], sort=False)):
         place = CLASSES.index(str(words))
-        look: dict[str, Any] = {"color": GREY if chance else _COLOURS[str(words)], "linestyle": DASHES[2 if random else place]}
+        look: dict[str, Any] = {"color": GREY if chance else _COLOURS[str(words)], "markersize": 4, "capsize": 2.5}
         look |= {
-            "marker": MARKERS[place + (2 if random else 0)],
-            "markersize": 4,
+            "marker": MARKERS[place + 2 * random],
+            "linestyle": DASHES[2 if random else place],
             "alpha": 0.75 if random else 1.0,
-            "capsize": 2.5,
         }
         error = whiskers(line["lost"], line["lost_low"], line["lost_high"])
         label = f"as many random tokens as {words} words" if random else f"{words} words"

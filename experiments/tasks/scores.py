@@ -26,6 +26,8 @@ from quicksilver.report.comparison import MEASURED
 from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number, numbers, signed
 from quicksilver.runtime.errors import ConfigError
 
+from ..cells import ends
+
 READ = (EXAMPLES,)
 PANEL = "tasks"
 DENSE = "dense"
@@ -63,8 +65,7 @@ def row(task: str, key: str, technique: str, modules: tuple[str, ...], overrides
 
 def rows() -> list[Row]:
     """Every task under every system."""
-    systems = SYSTEMS.items()
-    return [row(task, system, *of_system) for task in TASKS for system, of_system in systems]
+    return [row(task, system, *said) for task in TASKS for system, said in SYSTEMS.items()]
 
 
 @cache
@@ -92,8 +93,7 @@ class Lost:
 
     def columns(self) -> dict[str, float]:
         """As columns of a frame."""
-        found = {"lost": self.value, "lost_low": self.low, "lost_high": self.high, "smallest_seen": self.smallest}
-        return {**found, "mcnemar_p": self.p, "flipped": self.flipped}
+        return {**ends("lost", self), "smallest_seen": self.smallest, "mcnemar_p": self.p, "flipped": self.flipped}
 
 
 def lost(record: Record, dense: Record) -> Lost:
@@ -143,12 +143,13 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
         row: dict[str, Any] = {"panel": outcome.row.panel, "section": outcome.row.section, "key": outcome.row.key, "task": task}
         row |= {"system": system, "technique": outcome.row.technique, "status": outcome.reason or MEASURED}
         if outcome.record is not None and outcome.dense is not None:
-            row |= _measured(outcome.record, outcome.dense)
+            row |= measured(outcome.record, outcome.dense)
         found.append(row)
     return pd.DataFrame(found, columns=COLUMNS)
 
 
-def _measured(record: Record, dense: Record) -> dict[str, Any]:
+def measured(record: Record, dense: Record) -> dict[str, Any]:
+    """Score and loss of a run in points, operations an example, as columns of a frame."""
     result, base = record.measured("task", TaskResult), dense.measured("task", TaskResult)
     row: dict[str, Any] = {
         **{"metric": result.metric, "score": 100 * result.score, "majority": 100 * result.majority, "examples": result.examples},
@@ -166,20 +167,8 @@ def _measured(record: Record, dense: Record) -> dict[str, Any]:
 
 LEDGERS = ("executed", "nominal", "paper")
 COLUMNS = [
-    *(
-        "panel",
-        "section",
-        "key",
-        "task",
-        "system",
-        "technique",
-        "status",
-        "metric",
-        "score",
-        "majority",
-        "above_chance",
-        "examples",
-    ),
+    *("panel", "section", "key", "task", "system", "technique", "status"),
+    *("metric", "score", "majority", "above_chance", "examples"),
     *("lost", "lost_low", "lost_high", "smallest_seen", "mcnemar_p", "flipped", "truncated", "deciding_depth", "layers"),
     *(*(f"{ledger}_flops_saved_pct" for ledger in LEDGERS), *(f"{ledger}_flops" for ledger in LEDGERS)),
     *("model", "weights_digest", "data", "record", "dense_record"),

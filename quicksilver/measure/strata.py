@@ -43,6 +43,16 @@ class AgainstNull:
     excess_low: float
     excess_high: float
 
+    @property
+    def chance(self) -> Share:
+        """What chance gives, and where 95% of deals lie."""
+        return Share(self.expected, self.low, self.high)
+
+    @property
+    def beyond(self) -> Share:
+        """The share less chance: `excess` with its interval."""
+        return Share(self.excess, self.excess_low, self.excess_high)
+
 
 def _number(labels: NDArray) -> NDArray[np.int64]:
     """Equal labels (n,) as the same number, from 0."""

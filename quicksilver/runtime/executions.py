@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from quicksilver.runtime.cache import CacheLayer
+from quicksilver.runtime.cache.entries import join_kv, take_kv
 from quicksilver.runtime.forward import Forward
 from quicksilver.runtime.ledger import LayerWork
 from quicksilver.runtime.phases import phase
 from quicksilver.runtime.plan import KV, Attended, HaltedKV, LayerCall, LayerPlan, LayerResult, Machine, Packing
-from quicksilver.runtime.rows import join_kv, take_kv
 from quicksilver.runtime.visibility import Visibility
 
 

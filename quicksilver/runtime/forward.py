@@ -13,7 +13,7 @@ from quicksilver.runtime.plan import KV, Attended, Packing
 from quicksilver.runtime.translation import KVTranslator, PredictedKV
 
 if TYPE_CHECKING:
-    from quicksilver.runtime.planner import Arrangement, Situation
+    from quicksilver.runtime.plan import Arrangement, Situation
 
 
 class Forward:

@@ -5,8 +5,8 @@ rotary factors and a mask built from their slots, and the result is scattered ba
 and what should not have happened is undone: the paper's way, which saves nothing and serves as the reference. Under `decide` the modules
 decide and everything is executed: the price of the policy.
 
-A token's way through a layer: the planner makes a plan of the state of the pass (`planner`), one of four executions follows it
-(`executions`), and the modules decide for the next layer (`deciding`).
+A token's way through a layer: the planner makes a plan of the state of the pass (`plan`), one of four executions follows it
+(`executions`), and the modules decide for the next layer (`view`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache
 
 from quicksilver.runtime.architecture import architecture_of
 from quicksilver.runtime.cache import CacheLayer, take_over
-from quicksilver.runtime.deciding import Deciding
+from quicksilver.runtime.cache.entries import take_rows
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.executions import execute_append, execute_compact, execute_masked, execute_plain, keys_per_query
 from quicksilver.runtime.forward import Forward
@@ -45,10 +45,9 @@ from quicksilver.runtime.module import (
     the_span,
 )
 from quicksilver.runtime.phases import phase
-from quicksilver.runtime.plan import LayerCall, LayerPlan, LayerResult, Machine
-from quicksilver.runtime.planner import Planner
-from quicksilver.runtime.rows import take_rows
+from quicksilver.runtime.plan import LayerCall, LayerPlan, LayerResult, Machine, Planner
 from quicksilver.runtime.trace import PassTrace, Trace
+from quicksilver.runtime.view import Deciding
 from quicksilver.runtime.visibility import Visibility
 
 if TYPE_CHECKING:

@@ -1,13 +1,21 @@
-"""What a module sees: one layer of one pass after it ran, or the entries of one layer of the cache between two passes."""
+"""What a module sees, one layer of one pass after it ran or the entries of one layer of the cache between two passes; and who asks it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers.cache_utils import Cache
 
+from quicksilver.runtime.cache import CacheLayer, Entries
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.forward import Forward
+from quicksilver.runtime.module import EvictionPolicy, MergePolicy, TokenPolicy
+from quicksilver.runtime.pass_state import CacheMerge, Eviction, TokenState
+from quicksilver.runtime.phases import phase
+from quicksilver.runtime.plan import Attended, LayerCall, LayerResult, Machine, Packing, or_all
+from quicksilver.runtime.visibility import Visibility
 
 
 @dataclass(eq=False)
@@ -159,3 +167,204 @@ class CacheView:
     def keys(self) -> torch.Tensor:
         """(B, H_kv, K, head_dim), unpacked when asked for."""
         return self.read_keys()
+
+
+# -- asking the modules --------------------------------------------------------------------------------------------------------------
+
+
+class Deciding:
+    """Builds the views of one run and asks its modules.
+
+    Args:
+        machine, visibility: of the run.
+        logits: the logit lens, (K, D) -> (K, V), not counted as the model's output head.
+        merging, evicting: who is asked about the cache.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        visibility: Visibility,
+        logits: Callable[..., torch.Tensor],
+        merging: Sequence[MergePolicy],
+        evicting: Sequence[EvictionPolicy],
+    ) -> None:
+        self.machine, self.visibility, self._logits = machine, visibility, logits
+        self.merging, self.evicting = merging, evicting
+
+    # -- tokens ------------------------------------------------------------------------------------------------------------------
+
+    @phase("decide")
+    def about_tokens(
+        self,
+        policies: Sequence[TokenPolicy],
+        call: LayerCall,
+        forward: Forward,
+        result: LayerResult,
+        *,
+        watched: bool,
+        attention_output: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Ask `policies` about a layer that ran; returns its output (B, N, D), with merged and quantised states put in.
+
+        Args:
+            watched: somebody asked to see attention, keys or `attention_output` (B, A, D).
+        """
+        packing, state = result.packing, forward.decisions
+        if packing.width == 0:
+            return result.output
+        after = packing.take(result.output) if result.after is None else result.after
+        view = self._view(call, forward, result, after, watched, attention_output)
+        tokens = TokenState(state, view, packing.order, self._real(forward, packing, view.index))
+        before = (state.halt_layer, len(state.fusions))
+        for policy in policies:
+            policy.decide(view, tokens)
+        forward.decided(changed_active=state.halt_layer is not before[0] or len(state.fusions) != before[1])
+        if forward.executed is not state:
+            return result.output
+        if self.machine.precision is not None and state.precisions and state.precisions[-1].layer == call.layer:
+            said = packing.take(state.precisions[-1].bits)
+            bits = torch.where(said > 0, said, 16)
+            view.after = self.machine.precision.quantize_dequantize_states(view.after, bits)
+        return result.output if view.after is after else _put(packing, result.output, after, view.after)
+
+    def _view(
+        self,
+        call: LayerCall,
+        forward: Forward,
+        result: LayerResult,
+        after: torch.Tensor,
+        watched: bool,
+        attention_output: torch.Tensor | None,
+    ) -> LayerView:
+        packing, slots = result.packing, forward.decisions.slots
+        own_slots = packing.take(slots) if result.slots is None else result.slots
+        arch, work = self.machine.arch, forward.work
+        index = packing.order
+        if index is None:
+            index = torch.arange(forward.n, device=slots.device).expand(forward.batch, -1)
+
+        def logits(hidden: torch.Tensor, normed: bool = False) -> torch.Tensor:
+            each = 2 * hidden.shape[0] * arch.width
+            work.signal_flops += each * arch.vocab_size
+            work.signal_flops_of_rank += each * arch.of_rank.vocab_size
+            return self._logits(hidden, normed)
+
+        def attention(last_queries: int | None, reduce: str) -> torch.Tensor:
+            assert attended is not None
+            received = self._received(call, forward, packing, attended, last_queries, reduce)
+            return received.gather(1, own_slots.clamp(min=0))
+
+        attended = result.attended if watched else None
+        return LayerView(
+            layer=call.layer, n_layers=arch.n_layers, pass_index=forward.index, is_prompt=forward.is_prompt,
+            before=packing.take(call.hidden) if result.before is None else result.before, after=after, slots=own_slots, index=index,
+            input_ids=None if forward.input_ids is None else packing.take(forward.input_ids), n_tokens=forward.n_real,
+            head=logits, received=None if attended is None else attention, add_signal_flops=lambda n: self._count(forward, n),
+            pass_ids=forward.pass_ids, all_heads=arch.ranks.all_heads,
+            own_keys=None if attended is None else attended.new_keys, own_attention_output=attention_output,
+            tokens_per_row=forward.decisions.tokens_per_row,
+        )  # fmt: skip
+
+    def _real(self, forward: Forward, packing: Packing, like: torch.Tensor) -> torch.Tensor:
+        """(B, A) bool: which of the packed columns are active."""
+        if packing.order is None and packing.real is None:
+            return forward.executed.valid
+        return or_all(packing.real, like)
+
+    def _received(
+        self, call: LayerCall, forward: Forward, packing: Packing, attended: Attended, last_queries: int | None, reduce: str
+    ) -> torch.Tensor:
+        """Attention received from tokens of the pass, by slot: (B, S) float32. Its cost goes into the ledger."""
+        slots = packing.take(forward.decisions.slots)
+        real = self._real(forward, packing, slots)
+        if forward.executed is not forward.decisions:  # computed all the same, but what was halted asks for nothing
+            real = real & packing.take(forward.decisions.active(call.layer))
+        received, flops = self.visibility.attention_received(
+            call.layer, packing.take(call.hidden), packing.rotary(call.rotary, forward.batch), slots, real, attended,
+            last_queries=last_queries, reduce=reduce, n_slots=forward.end,
+        )  # fmt: skip
+        self._count(forward, flops)
+        return received
+
+    def _count(self, forward: Forward, flops: int) -> None:
+        """Operations of a signal, which every rank does."""
+        forward.work.signal_flops += self.machine.arch.ranks.size * flops
+        forward.work.signal_flops_of_rank += flops
+
+    # -- the cache ---------------------------------------------------------------------------------------------------------------
+
+    def sums_attention(self, layer: int) -> bool:
+        """Whether an eviction policy asks what each entry of the layer receives."""
+        return any(policy.sums_attention(layer) for policy in self.evicting)
+
+    def add_attention(self, call: LayerCall, forward: Forward, result: LayerResult) -> None:
+        """Add to each entry's `attention` what it received in this pass."""
+        store = call.store
+        if store is None or result.attended is None:
+            return
+        received = self._received(call, forward, result.packing, result.attended, None, "sum")
+        entries = _facts(store)
+        own = received.gather(1, entries["slots"].clamp(0, received.shape[1] - 1))
+        store.add_fact("attention", entries.get("attention", torch.zeros_like(own)) + own * store.is_entry)
+
+    @phase("decide")
+    def about_cache(self, cache: Cache, forward: Forward) -> None:
+        """Ask which entries become one, after every pass but the first, and which leave the cache, after every pass."""
+        for layer, store in enumerate(cache.layers):
+            assert isinstance(store, CacheLayer)
+            if forward.seen == 0:
+                store.unmerged_from = store.seen
+            for merging in self.merging if forward.seen else ():
+                if store.entries is not None:
+                    self._merge(merging, layer, store, forward)
+            for evicting in self.evicting:
+                if store.entries is not None:
+                    self._evict(evicting, layer, store, forward)
+
+    def _merge(self, policy: MergePolicy, layer: int, store: CacheLayer, forward: Forward) -> None:
+        into = policy.merge_cache(self._cache_view(layer, store, forward))
+        if into is None:
+            return
+        slots = _facts(store)["slots"]
+        by_slot = torch.arange(store.seen, device=slots.device).repeat(forward.batch, 1)
+        forward.decisions.merges.append(CacheMerge(layer, _by_slot(store, slots.gather(1, into), by_slot)))
+        precision = self.machine.precision
+        store.merge(into, None if precision is None else precision.quantize_dequantize_kv)
+
+    def _evict(self, policy: EvictionPolicy, layer: int, store: CacheLayer, forward: Forward) -> None:
+        gone = policy.evict(self._cache_view(layer, store, forward))
+        if gone is None or not bool((gone := gone & store.is_entry).any()):
+            return
+        by_slot = gone.new_zeros(forward.batch, store.seen)
+        forward.decisions.evictions.append(Eviction(layer, _by_slot(store, gone, by_slot)))
+        store.evict(gone)
+
+    def _cache_view(self, layer: int, store: CacheLayer, forward: Forward) -> CacheView:
+        entries, n_seen = _facts(store), store.real_seen
+        slots = entries["slots"]
+        assert n_seen is not None
+        return CacheView(
+            layer=layer, n_layers=self.machine.arch.n_layers, pass_index=forward.index, slots=slots, present=store.is_entry,
+            size=entries.get("size", torch.ones_like(slots, dtype=torch.float32)), n_seen=n_seen,
+            n_new=store.seen - store.unmerged_from, read_keys=lambda: self.machine.arch.ranks.all_heads(store.storage.stored_rows[0]),
+            attention=entries.get("attention"),
+        )  # fmt: skip
+
+
+def _facts(store: CacheLayer) -> Entries:
+    return store.storage.stored_entries
+
+
+def _put(packing: Packing, output: torch.Tensor, before: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
+    """`output` (B, N, D) with the states of a view (B, A, D) in place of what they were."""
+    if packing.order is None:
+        return changed
+    return packing.put(output, before, changed)
+
+
+def _by_slot(store: CacheLayer, values: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """values (B, K) of the entries of `store`, by slot, because columns depend on the execution: `others` (B, S) where there is none."""
+    spare = others[:, :1]  # what is no entry is written to a column of its own
+    at = torch.where(store.is_entry, _facts(store)["slots"], others.shape[1])
+    return torch.cat([others, spare], dim=1).scatter(1, at, values)[:, :-1]

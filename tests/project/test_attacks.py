@@ -132,7 +132,7 @@ WORDS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a token id beyond the vocabulary": (
         [*HALTING, "modules.halting.full_ids=[257]"],
-        ["full_ids", "257", "ends at 256 (257 tokens)"],
+        ["full_ids", "257", "the model has 257 tokens"],
     ),
 }  # fmt: skip
 

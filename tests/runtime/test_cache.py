@@ -13,7 +13,7 @@ from quicksilver.modules import Halting, StagedHalting
 from quicksilver.runtime import Run, apply
 from quicksilver.runtime.cache import CacheLayer
 from quicksilver.runtime.cache.layer import Kind
-from quicksilver.runtime.planner import Planner
+from quicksilver.runtime.plan import Planner
 from quicksilver.runtime.run import Execution
 
 HEADS, HEAD_DIM = 2, 4

@@ -15,10 +15,10 @@ from quicksilver.runtime.cache.entries import (
     merge_entries,
     own,
     packed_to_the_left,
+    take_kv,
     without_padding,
 )
 from quicksilver.runtime.quantized.codes import STORED_AS, UNTOUCHED, WIDTHS, ByWidth, Codes, encode, pack, rows_of, unpack
-from quicksilver.runtime.rows import take_kv
 
 
 class DenseRows(Storage):

@@ -91,15 +91,12 @@ class Experiment(Protocol):
 
     def rows(self) -> Sequence[Row]:
         """The rows, in printed order; none for what is data alone."""
-        ...
 
     def table(self, outcomes: Sequence[Outcome], name: str) -> Table:
         """The table called `name`, from one outcome a row."""
-        ...
 
     def figure(self, outcomes: Sequence[Outcome], name: str) -> Figure:
         """The figure called `name`, from one outcome a row."""
-        ...
 
 
 Maker = Callable[[Sequence[Outcome], str], Any]

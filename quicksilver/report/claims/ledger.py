@@ -55,19 +55,8 @@ _ZERO = "dense inference itself: zero by definition"
 COLUMNS = [
     *("panel", "section", "kind", "claim", "place", "quote", "reported", "target_low", "target_high", "unit"),
     *("measured", "measured_low", "measured_high", "protocol", "execution", "lookahead", "versus_null", "verdict", "tuned"),
-    *(
-        "elsewhere",
-        "why",
-        "artefact",
-        "command",
-        "model",
-        "weights_digest",
-        "data",
-        "token_digest",
-        "gpu",
-        "record",
-        "dense_record",
-    ),
+    *("elsewhere", "why", "artefact", "command", "model", "weights_digest", "data", "token_digest", "gpu"),
+    *("record", "dense_record"),
 ]
 _NUMBERS = ("target_low", "target_high", "measured", "measured_low", "measured_high", "lookahead")
 LEGEND = (
@@ -90,13 +79,11 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class AnsweredBy:
-    """Which row of an experiment answers a claim, and with which of its numbers.
+    """The row (`panel`, `key`) of an experiment that answers a claim, and with which of its numbers.
 
     Attributes:
-        panel, key: the row whose record is asked.
         column: of `against_dense`; None: the quantity's own.
-        of: instead of a column, from the outcomes of the panel by key to an estimate; None where these do not have it.
-        of_record: the same, from the row's record alone.
+        of, of_record: instead of a column, an estimate from the outcomes of the panel by key, or from the row's record; None: it has none.
         beyond_chance: of a share, its difference from what chance gives (percentage points), from the row's record.
         note: what is compared, where that is not plain.
         by_definition: why the number can be no other; then it is shown and not judged.
@@ -124,9 +111,8 @@ class Statement:
     """What another paper states without a number: a difference above 0. An experiment declares `STATEMENTS`, a function that returns them.
 
     Attributes:
-        id: dotted name. paper: where it stands. quote: its words.
-        compared: which difference was measured here.
-        estimate: the difference; None: it was not measured.
+        paper, quote: where it stands, and its words.
+        compared, estimate: which difference was measured here, and the difference; None: it was not measured.
         why: what the interval is over, what else speaks for or against it, or the command that would measure it.
         fails: a condition of the statement does not hold here, whatever the difference; `why` says which.
     """
@@ -419,7 +405,12 @@ def _judged(claim: _Claim, answer: AnsweredBy, outcome: Outcome, record: Record,
         claimed = next(end for end in claim.stated if end is not None)
         verdict = with_its_chance(verdict, difference(claimed, claim.chance_pct, beyond))
         from_chance = f"{beyond.value:+.1f} points [{beyond.low:.1f} {beyond.high:.1f}] from chance, claimed {claimed - claim.chance_pct:+.1f}"
-    widths = not answer.is_computed and claim.what.column == "paper_flops_saved_pct" and _charges_widths(record)
+    modules = record.config.get("modules", {}).items()
+    entries = [entry for name, entry in modules if name.startswith("adaptive_quantization")]
+    widths = (
+        not answer.is_computed and claim.what.column == "paper_flops_saved_pct"
+    )  # of which the ledger charges tokens by their width
+    widths = widths and any(entry.get("beta", "bits_over_16") == "bits_over_16" for entry in entries)
     reasons = (why, from_chance, "widths charged bits/16" if widths else "", answer.note)
     row: dict[str, Any] = dict(measured=found.value, measured_low=found.low, measured_high=found.high, verdict=verdict)
     row["why"] = "; ".join(filter(None, reasons))
@@ -431,12 +422,6 @@ def _judged(claim: _Claim, answer: AnsweredBy, outcome: Outcome, record: Record,
     row |= dict(model=record.model.name, weights_digest=record.model.weights_digest[:SHORT])
     row |= dict(data=record.data.name, token_digest=record.data.token_digest[:SHORT], gpu=record.environment.gpu)
     return row | dict(record=record.fingerprint, dense_record=dense.fingerprint if dense else None)
-
-
-def _charges_widths(record: Record) -> bool:
-    """Whether its paper ledger charges tokens by their bit-width."""
-    entries = (entry for name, entry in record.config.get("modules", {}).items() if name.startswith("adaptive_quantization"))
-    return any(entry.get("beta", "bits_over_16") == "bits_over_16" for entry in entries)
 
 
 def _conflicts() -> Iterator[dict[str, Any]]:
@@ -529,10 +514,20 @@ def _columns(group: str) -> tuple[Column, ...]:
             Column("", "computed; here", _words("why", 54), align="left"),
         )
     protocol = Column("", "protocol", lambda row: (row["protocol"] + " †" * (row["lookahead"] is True),), "left", 1)
+
+    def claimed(row: Mapping[str, Any]) -> Lines:
+        return (f"{row['reported']} {'' if row['unit'].startswith('% ') else row['unit']}".strip(),)
+
+    def compared(row: Mapping[str, Any]) -> Lines:
+        """The claim in the unit of the measurement, where that is another."""
+        low, high = number(row, "target_low"), number(row, "target_high")
+        said = f"≤ {high:.2f}%" if low is None else f"{(low + (high or 0.0)) / 2:+.2f}%"
+        return (said if row["unit"].startswith("% ") else "",)
+
     return (
         Column("", "claim", _words("claim", 34), align="left"),
-        Column("", "paper", lambda row: (f"{row['reported']} {'' if row['unit'].startswith('% ') else row['unit']}".strip(),)),
-        Column("", "compared", _compared, expendable=3),
+        Column("", "paper", claimed),
+        Column("", "compared", compared, expendable=3),
         Column("", "measured", _measurement),
         protocol,
         verdict,
@@ -555,14 +550,6 @@ def _words(column: str, width: int, without: str = "") -> Callable[[Mapping[str,
         return tuple(textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)) or ("",)
 
     return cell
-
-
-def _compared(row: Mapping[str, Any]) -> Lines:
-    """The claim in the unit of the measurement, where that is another."""
-    if not row["unit"].startswith("% "):
-        return ("",)
-    low, high = number(row, "target_low"), number(row, "target_high")
-    return (f"≤ {high:.2f}%" if low is None else f"{(low + (high or 0.0)) / 2:+.2f}%",)
 
 
 def _measurement(row: Mapping[str, Any]) -> Lines:

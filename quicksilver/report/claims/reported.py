@@ -263,7 +263,7 @@ class Contradiction:
         """What the paper's own numbers say; None where there is nothing to compute."""
         if self.check is None:
             return None
-        return CHECKS[self.check](**{name: _given(claim) for name, claim in self.claims.items()})
+        return check_of(self.check)(**{name: _given(claim) for name, claim in self.claims.items()})
 
     @property
     def agreement(self) -> Literal["contradiction", "consistent", "choice"]:
@@ -438,8 +438,12 @@ def milliseconds_are_percent(saved_ms: float, dense_ms: float, speedup: float) -
     return Computed(f"{saved_ms:g} of {dense_ms:g} ms are {share:.1f}%, not {speedup:g}%", abs(share - speedup) <= 1)
 
 
-# By the name in `contradictions.yaml`.
-CHECKS: dict[str, Callable[..., Computed]] = {
+def check_of(name: str) -> Callable[..., Computed]:
+    """The check of `contradictions.yaml` that has this name: one formula of `FORMULAS`, or a function above."""
+    return FORMULAS[name] if name in FORMULAS else globals()[name]
+
+
+FORMULAS: dict[str, Callable[..., Computed]] = {
     "at_least": lambda halted, first: Computed(f"layer {halted:g} against {first:g} at the earliest", halted >= first),
     "entropy_units": lambda bits, nats: Computed(
         f"{bits:g} bits are {bits * math.log(2):.3f} nats, not {nats:g}", math.isclose(bits * math.log(2), nats)
@@ -462,22 +466,4 @@ CHECKS: dict[str, Callable[..., Computed]] = {
     "saves_at_most_what_it_merges": lambda merged, saved: Computed(
         f"{merged[1]:g}% of the tokens are at most {merged[1]:g}% of the work, not {saved:g}%", saved <= merged[1]
     ),
-}
-CHECKS |= {
-    check.__name__: check
-    for check in (
-        *(
-            same,
-            model_size,
-            table5_kv,
-            table5_widths,
-            strictly_below,
-            on_the_scale,
-            superadditive,
-            beyond_pairs,
-            energy_of_a_token,
-        ),
-        *(emissions_arithmetic, steepest_is_last, quantized_baseline, table7_arithmetic, within_bound, decay_and_halted_share),
-        *(weighted_share, milliseconds_are_percent),
-    )
 }

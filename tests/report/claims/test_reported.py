@@ -11,7 +11,7 @@ from pydoc import locate
 import pytest
 import yaml
 
-from quicksilver.report.claims.reported import CHECKS, Reported, contradictions, quantities, quantity, reported
+from quicksilver.report.claims.reported import Reported, check_of, contradictions, quantities, quantity, reported
 from quicksilver.report.table import read
 from quicksilver.runs.choices import config_dir
 
@@ -196,4 +196,4 @@ TOTAL, ATTENTION = reported()["table7.total"], reported()["table7.attention"]
     ],
 )
 def test_a_check_can_come_out_either_way(holds, check, given, named):
-    assert CHECKS[check](*given, **named).holds == holds
+    assert check_of(check)(*given, **named).holds == holds

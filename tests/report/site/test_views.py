@@ -44,15 +44,14 @@ def test_the_pieces_are_the_texts_and_what_is_not_marked_is_common(one, two):
 
 @pytest.fixture
 def results(tmp_path):
-    row: dict = {"prompt": 0, "way": GREEDY, "prompt_text": "<b>once</b> " * 99, "same_tokens": 1, "identical": False}
-    row |= {"text": "a <script>alert(1)</script>", "dense_text": "a & b", "agreement": 0.5, "nats": 2.0, "dense_nats": 1.5}
+    row: dict = dict(prompt=0, way=GREEDY, prompt_text="<b>once</b> " * 99, same_tokens=1, identical=False, agreement=0.5)
+    row |= dict(text="a <script>alert(1)</script>", dense_text="a & b", nats=2.0, dense_nats=1.5)
     halting = {"halting": {"_target_": "quicksilver.modules.Halting"}}
-    config: dict = {"seed": 0, "model": {}, "dataset": {}, "measure": {}, "modules": halting}
+    config: dict = dict(seed=0, model={}, dataset={}, measure={}, modules=halting)
     dense = fakes.make(tmp_path, "dense continuation", "continuation", config=config | {"modules": {}})
     files = {TEXTS: lambda path: pd.DataFrame([row]).to_parquet(path)}
     run = fakes.make(tmp_path, "run", "continuation", per_token=0.01, files=files, config=config)
-    outcomes = [Outcome(Row("p", "", "run", "run", ()), run, dense)]
-    frame = comparison.frame(outcomes)
+    frame = comparison.frame([Outcome(Row("p", "", "run", "run", ()), run, dense)])
     Table("table_generation", "Texts", frame, (Panel("p", "p", comparison.columns(prompt=True), ()),)).write(tmp_path / "tables")
     return tmp_path, run, dense
 

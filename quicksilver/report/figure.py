@@ -58,8 +58,8 @@ class Figure:
         title: one line above the picture.
         frame: what is drawn, in pandas; written as CSV.
         drawing: made inside `style()`, see `panels`.
-        caption: what is shown, then how it was made, with model, data, protocol, execution and records (`report.provenance.notes`). The first
-            sentences stand below the picture, as many as fit into four lines; all others under "How it was made" in text and on pages.
+        caption: what is shown, then how it was made (`report.provenance.notes`). The first sentences stand below the picture, as many as fit
+            into four lines; all others under "How it was made" in text and on pages.
         extras: further files by their suffix, for example `{"gif": …}`.
         records, claims: as of a `Table`.
     """
@@ -124,19 +124,18 @@ class Figure:
         return write_files(folder, {f"{self.name}.{suffix}": content for suffix, content in contents.items()})
 
     def _picture(self, kind: str, metadata: Mapping[str, Any]) -> bytes:
-        inches = self.drawing.get_figwidth()
+        inches, height = self.drawing.get_figwidth(), self.drawing.get_figheight()
         lines = [line for part in self.shown()[0] for line in textwrap.wrap(part, int(inches * _CHARACTERS_AN_INCH))]
-        height = self.drawing.get_figheight()
         # Outside the canvas, where no layout engine moves them; the tight bounding box takes them in.
-        below: dict[str, Any] = {"va": "top", "size": _CAPTION_SIZE, "color": "#333333", "linespacing": 1.3}
+        below: dict[str, Any] = dict(va="top", ha="left", size=_CAPTION_SIZE, color="#333333", linespacing=1.3)
         texts = [
             self.drawing.text(0, 1 + 0.08 / height, self.title, va="bottom", ha="left", weight="bold", size=10),
-            self.drawing.text(0, -0.08 / height, "\n".join(lines), ha="left", **below),
+            self.drawing.text(0, -0.08 / height, "\n".join(lines), **below),
         ]
         content = io.BytesIO()
+        look: dict[str, Any] = dict(format=kind, dpi=_DPI, bbox_inches="tight", pad_inches=0.12)
         try:
             with style():
-                look: dict[str, Any] = {"format": kind, "dpi": _DPI, "bbox_inches": "tight", "pad_inches": 0.12}
                 self.drawing.savefig(content, metadata=dict(metadata), **look)
         finally:
             for text in texts:
@@ -216,8 +215,8 @@ def label_ends(plot: Axes, ends: Sequence[tuple[float, float, str, str]], gap: f
     to_axes = plot.transScale + plot.transLimits
     points = []
     for x, y, text, colour in ends:
-        across, up = to_axes.transform((x, y))
-        points.append((float(up), float(across), text, colour))
+        across, up = map(float, to_axes.transform((x, y)))
+        points.append((up, across, text, colour))
     points.sort()
     for (up, across, text, colour), height in zip(points, spread([up for up, *_ in points], gap), strict=True):
         plot.annotate(

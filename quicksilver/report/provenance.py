@@ -26,7 +26,9 @@ def notes(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
         f"Machine: {_each(records, _machine)}.",
     ]
     if counted := [found for record in records if (found := record.found("emissions", EmissionsResult)) is not None]:
-        lines.append(f"CO₂e by CodeCarbon: {_each(counted, _emissions)}.")
+        lines.append(
+            f"CO₂e by CodeCarbon: {_each(counted, lambda one: f'{one.method}; {one.grid_kg_per_kwh:.3g} kg/kWh, {one.grid}')}."
+        )
     if tuned := _tuned(records):
         lines.append(tuned)
     if kernels := dict.fromkeys(how for record in records for how in record.kernels.values()):
@@ -52,9 +54,9 @@ def _tuned(records: Sequence[Record]) -> str | None:
     """What was set before the text was scored, and on which calibrating text; None: nothing."""
     texts: dict[str, dict[str, set[int]]] = {}
     for what, windows in (tuned for record in records for tuned in record.tuned.items()):
+        found = texts.setdefault(what, {})
         for name, count in windows.items():
-            texts.setdefault(what, {}).setdefault(name, set()).add(count)
-        texts.setdefault(what, {})
+            found.setdefault(name, set()).add(count)
     alike: dict[str, list[str]] = {}
     for what, found in sorted(texts.items()):
         said = " and ".join(f"{name} ({' or '.join(map(str, sorted(counts)))})" for name, counts in sorted(found.items()))
@@ -74,15 +76,15 @@ def confirmation(records: Sequence[Record]) -> str | None:
     formats = ", ".join(dict.fromkeys(one.number_format or "float32" for one in found if one.agrees))
     if all(record.is_kept for record in records):
         return f"{taken} runs were timed again; {windows} windows verified identical to {apart:.1g} nats a token."
-    said = f"{len(found)} runs scored {windows} windows again: at most {apart:.1g} nats a token from the repository's record."
-    if taken < len(found):
-        said += f" {len(found) - taken} differ by more than their number format leaves, or have another kernel, and were measured here as a whole."
-    if taken:
-        said += (
-            f" {taken} are confirmed within their number format ({formats}): of them only times and energy are of this machine; "
+    said = [f"{len(found)} runs scored {windows} windows again: at most {apart:.1g} nats a token from the repository's record."]
+    if others := len(found) - taken:
+        said.append(
+            f"{others} differ by more than their number format leaves, or have another kernel, and were measured here as a whole."
         )
-        said += "records=own measures all of it."
-    return said
+    if taken:
+        own = "of them only times and energy are of this machine; records=own measures all of it."
+        said.append(f"{taken} are confirmed within their number format ({formats}): {own}")
+    return " ".join(said)
 
 
 def timing_warnings(records: Sequence[Record]) -> list[str]:
@@ -92,10 +94,6 @@ def timing_warnings(records: Sequence[Record]) -> list[str]:
         for warning in record.timing_warnings:
             found.setdefault(warning.split(":")[-1].strip(), []).append(record.fingerprint)
     return [f"{why} ({len(set(where))} of {len(records)} records)" for why, where in found.items()]
-
-
-def _emissions(found: EmissionsResult) -> str:
-    return f"{found.method}; {found.grid_kg_per_kwh:.3g} kg/kWh, {found.grid}"
 
 
 def _each(records: Sequence[Any], describe: Any) -> str:
@@ -131,8 +129,7 @@ def _machine(record: Record) -> str:
     environment = record.environment
     processor = environment.gpu if record.model.device.startswith("cuda") else environment.cpu
     threads = f"{environment.threads} thread{'s' if environment.threads > 1 else ''}"
-    timed = ""
-    latency = record.found("latency", LatencyResult)
+    latency, timed = record.found("latency", LatencyResult), ""
     if latency is not None:
         rounds = len(latency.latency_ms.samples or ())
         timed = f"; timed on {record.batch_windows} windows at once" + (f", {rounds} rounds" if rounds else "")

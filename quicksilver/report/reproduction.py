@@ -301,14 +301,12 @@ def fill_readme(readme: Path, results: Path) -> str:
             title = artefact.title if artefact is not None else name
             said = f"![{title[:1].upper()}{title[1:]}]({path.with_name(written.pictures[0]).as_posix()})\n"
         elif only_rows:  # the first panel; below it model, text and protocol, and where the rest stands
-            (first, *_) = written.panels
-            text = markdown(dataclasses.replace(written, panels=(dataclasses.replace(first, notes=()),), legend=()))
+            first, notes = dataclasses.replace(written.panels[0], notes=()), " ".join(written.panels[0].notes[:4])
+            text = markdown(dataclasses.replace(written, panels=(first,), legend=()))
             rows = "\n".join(line for line in text.splitlines() if line.startswith("|"))
-            sentences = (line.removeprefix(FOUND) for line in written.legend if line.startswith(FOUND))
-            found = "".join(f"- {line[:1].upper()}{line[1:]}\n" for line in sentences)
-            said = (
-                f"{found}\n{rows}\n\n<sub>{' '.join(first.notes[:4])} [What the columns mean, and the records]({link}).</sub>\n"
-            )
+            found = (line.removeprefix(FOUND) for line in written.legend if line.startswith(FOUND))
+            said = "".join(f"- {line[:1].upper()}{line[1:]}\n" for line in found)
+            said += f"\n{rows}\n\n<sub>{notes} [What the columns mean, and the records]({link}).</sub>\n"
         else:
             said = markdown(written, level=3)  # one level deeper: the table is a part of the README
         return begin + said + end

@@ -38,28 +38,20 @@ def publish(results_dir: Path | str, config: TrackerConfig) -> Collection:
     check_tracker(config)
     site = collected(Path(results_dir))
     groups = {fingerprint: f"sweep {name}" for name, members in reversed(sweeps(site).items()) for fingerprint in members}
-    for run in site.runs.values():
+    for fingerprint, run in site.runs.items():
         if run.record is not None:
             # Two runs of a sweep never look the same: `NAME [17/200] tau_drift=p40 | model | text | …`.
             name = " | ".join(filter(None, (run.sweep, run.label, run.differing if run.sweep is None else None)))
             # Differences to dense, which a record alone does not have.
             numbers = {key: value for key, value in run.row.items() if type(value) in (int, float)}
-            kind: dict[str, Any] = {
-                "name": name,
-                "group": groups.get(run.fingerprint),
-                "tags": [piece.name for piece in run.pieces],
-            }
+            kind: dict[str, Any] = dict(name=name, group=groups.get(fingerprint), tags=[piece.name for piece in run.pieces])
             mirror(run.record, config, site.root, more=numbers, **kind)
     _publish_pieces(site, config)
     return site
 
 
 def collected(root: Path) -> Collection:
-    """What lies below `root`, with every record that was made there.
-
-    Raises:
-        ConfigError: nothing.
-    """
+    """What lies below `root`, with every record that was made there."""
     return Collection(root, [path.parent.name for path in sorted(root.glob("runs/*/record.json"))])
 
 
@@ -80,30 +72,26 @@ def sweeps(site: Collection) -> dict[str, list[str]]:
 def _publish_pieces(site: Collection, config: TrackerConfig) -> None:
     import wandb
 
-    if not any(piece.written for piece in site.pieces):
+    written = [(piece, piece.written, _files(piece)) for piece in site.pieces if piece.written]
+    if not written:
         return
-    files = {piece.name: _files(piece) for piece in site.pieces if piece.written}
-    content = hashlib.sha256(b"".join(path.read_bytes() for paths in files.values() for path in paths))
+    content = hashlib.sha256(b"".join(path.read_bytes() for _, _, paths in written for path in paths))
     with start(config, site.root, id=content.hexdigest()[:20], name=TABLES_AND_FIGURES, job_type=TABLES_AND_FIGURES) as run:
-        for piece in site.pieces:
-            written, paths = piece.written, {path.name: path for path in files.get(piece.name, ())}
-            if written is None:
-                continue
-            if piece.kind == "figure" and written.pictures[0] in paths:
-                run.log({piece.name: wandb.Image(str(paths[written.pictures[0]]), caption=piece.title)})
-            elif piece.kind == "table" and written.rows:
-                run.log({piece.name: _table(written)})
-            for name, path in paths.items():
-                run.log_artifact(str(path), name=name, type=piece.kind)
+        for piece, what, paths in written:
+            if piece.kind == "figure" and what.pictures[0] in piece.pictures:
+                run.log({piece.name: wandb.Image(str(piece.folder / what.pictures[0]), caption=piece.title)})
+            elif piece.kind == "table" and what.rows:
+                run.log({piece.name: _table(what)})
+            for path in paths:
+                run.log_artifact(str(path), name=path.name, type=piece.kind)
         if site.claims is not None:
             run.log({"claims": _table(read(site.root / "claims.json"))})
 
 
 def _files(piece: Piece) -> list[Path]:
     """Its own files; what a link leads to was not written here."""
-    names = {f"{piece.name}.{suffix}" for suffix in ("md", "csv", "tex", "json", "svg")} - {*piece.pictures}
-    found = (path for name in names if (path := piece.folder / name).is_file() and not path.is_symlink())
-    return sorted((*found, *(piece.folder / name for name in piece.pictures)))
+    names = sorted({f"{piece.name}.{suffix}" for suffix in ("md", "csv", "tex", "json", "svg")} - {*piece.pictures})
+    return sorted(piece.folder / name for name in (*filter(piece.has, names), *piece.pictures))
 
 
 def _table(written: Written) -> Any:

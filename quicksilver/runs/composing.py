@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -284,20 +285,15 @@ def check_yaml(path: Path) -> None:
     Raises:
         OSError: as `read_bytes`. YAMLError, ValueError: it is no yaml in UTF-8, or far larger than it looks.
     """
-    sizes: dict[str, int] = {}
-    open_nodes: list[tuple[str | None, int]] = [(None, 0)]
-    for event in yaml.parse(read_bytes(path).decode("utf-8"), Loader=yaml.SafeLoader):
-        anchor, size = getattr(event, "anchor", None), 1
-        if isinstance(event, yaml.CollectionStartEvent):
-            open_nodes.append((anchor, 0))
-            continue
-        if isinstance(event, yaml.CollectionEndEvent):
-            anchor, size = open_nodes.pop()
-        elif isinstance(event, yaml.AliasEvent):
-            anchor, size = None, sizes.get(event.anchor, 0)
-        if anchor is not None:
-            sizes[anchor] = size
-        outer, before = open_nodes[-1]
-        open_nodes[-1] = (outer, before + size)
-        if before + size > MOST_NODES:
-            raise ValueError(f"its aliases stand for more than {MOST_NODES:,} values")
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = 0  # of what has itself in it
+            inside = node.value if isinstance(node, yaml.CollectionNode) else ()
+            sizes[id(node)] = 1 + sum(map(size, chain.from_iterable(inside) if isinstance(node, yaml.MappingNode) else inside))
+        return sizes[id(node)]
+
+    root = yaml.compose(read_bytes(path).decode("utf-8"), Loader=yaml.SafeLoader)  # an alias and what it stands for are one node
+    if root is not None and size(root) > MOST_NODES:
+        raise ValueError(f"its aliases stand for more than {MOST_NODES:,} values")

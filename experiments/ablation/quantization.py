@@ -10,6 +10,7 @@ normalised entropies (docs/conflicts.md #18).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -36,6 +37,7 @@ from quicksilver.report.table import (
 )
 
 from ..inside import trace_counts
+from .techniques import options, row_of
 
 PANELS = {
     "all": "Protocol all: every position scored",
@@ -58,16 +60,16 @@ def _rows(panel: str) -> Iterator[Row]:
     """Dense, the paper's four strategies with its thresholds, three of them with percentiles."""
 
     def row(section: str, claim: str, module: str, *more: str, key: str = "") -> Row:
-        overrides = (f"protocol={panel}", "measure=quick", f"modules=[{module}]", *more)
         technique = STRATEGIES[claim][0] if claim in STRATEGIES else "Full precision"
-        return Row(panel, section, key or claim, technique, overrides, (module,) if module else (), f"table3.{claim}")
+        made = row_of(panel, section, key or claim, technique, module, f"protocol={panel}", "measure=quick", overrides=more)
+        return replace(made, reported=f"table3.{claim}")
 
     yield row("", "baseline", "")
     for claim, (_, module) in STRATEGIES.items():
         # One width for all: on other tokens it is the same run.
         yield row(PRINTED, claim, module, *["measure.null_control.enabled=false"] * (claim == "uniform8"))
     for claim, thresholds in paper_percentiles().items():
-        given = (f"modules.{MODULE}.{name}=p{value:.4g}" for name, value in thresholds.items())
+        given = options(MODULE, **{name: f"p{value:.4g}" for name, value in thresholds.items()})
         yield row(CALIBRATED, claim, STRATEGIES[claim][1], *given, key=f"{claim}.calibrated")
 
 
@@ -77,9 +79,8 @@ def rows(*, appendix_o: bool = False) -> list[Row]:
     for panel in PANELS:
         found += _rows(panel)
         if appendix_o:
-            module = f"{MODULE}_paper_o"
-            overrides = (f"protocol={panel}", "measure=quick", f"modules=[{module}]")
-            found.append(Row(panel, APPENDIX_O, "appendix_o", STRATEGIES["entropy_aware"][0], overrides, (module,)))
+            always, technique = (f"protocol={panel}", "measure=quick"), STRATEGIES["entropy_aware"][0]
+            found.append(row_of(panel, APPENDIX_O, "appendix_o", technique, f"{MODULE}_paper_o", *always))
     return found
 
 
@@ -191,8 +192,7 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     table.insert(place + 1, "reported_delta_ppl", [claim["ppl"] - dense_ppl if claim else None for claim in claims])
     table.insert(place, "thresholds", [_thresholds(outcome.record) if outcome.record else "" for outcome in outcomes])
     mixes = [shares(outcome.record) if outcome.record is not None else {} for outcome in outcomes]
-    for column in (*WIDTHS.values(), "mean_bits"):
-        table[column] = [mix.get(column) for mix in mixes]
+    table = table.join(pd.DataFrame(mixes, table.index, [*WIDTHS.values(), "mean_bits"]))
     factors = [None if outcome.record is None else app_j_factor(outcome.record) for outcome in outcomes]
     table["app_j_flops_saved_pct"] = pd.Series(factors, table.index, dtype=float) * table["paper_flops_saved_pct"].astype(float)
     return table

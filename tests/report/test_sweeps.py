@@ -18,7 +18,7 @@ from thinning import first
 
 from quicksilver.experiments.ablation import quantization as strategies
 from quicksilver.experiments.ablation import table_figure_factorial as factorial
-from quicksilver.experiments.sweeps import quantization_grid as threshold_grid
+from quicksilver.experiments.sweeps import multiruns
 from quicksilver.records.store import Store
 from quicksilver.report import sweeps
 from quicksilver.report.artefacts import Outcome, Row, find
@@ -105,12 +105,12 @@ def test_a_figure_shows_runs_that_a_table_has_made(name):
 
 def test_the_grid_is_that_of_the_paper():
     bounds = reported()["e5.grid"].bounds
-    rows = [row for row in threshold_grid.SWEEP.rows() if not row.section]
+    rows = [row for row in multiruns.GRID.rows() if not row.section]
     assert len(rows) == 25
-    for key, claim in ((threshold_grid.LOW, "tau_low"), (threshold_grid.HIGH, "tau_high")):
+    for key, claim in ((multiruns.LOW, "tau_low"), (multiruns.HIGH, "tau_high")):
         values = {compose(row.overrides).modules["adaptive_quantization"][claim] for row in rows}
         assert (min(values), max(values)) == bounds[claim]
-        assert key in threshold_grid.SWEEP.axes()
+        assert key in multiruns.GRID.axes()
 
 
 def test_the_factorial_combines_what_stands_alone_in_table_11():
@@ -176,17 +176,17 @@ def test_the_effects_of_the_factorial_are_those_of_its_cells(made):
 
 def test_utility_is_that_of_e_9(made):
     frame = made["table", "quantization_grid"][1].frame
-    points = frame[frame["panel"] == threshold_grid.SWEEP.experiment].set_index("key")
-    base = points.loc[threshold_grid.UNIFORM]
+    points = frame[frame["panel"] == multiruns.GRID.experiment].set_index("key")
+    base = points.loc[multiruns.UNIFORM]
     assert math.isnan(base["utility"])
     point = points.iloc[3]
     saved = 1 - (1 - point["prompt_paper_flops_saved_pct"] / 100) / (1 - base["prompt_paper_flops_saved_pct"] / 100)
     assert point["utility"] == pytest.approx(15 * saved - (point["ppl"] - base["ppl"]), rel=1e-6)
     best = points["utility"].idxmax()
-    low, high = points.loc[best, [threshold_grid.LOW, threshold_grid.HIGH]]
+    low, high = points.loc[best, [multiruns.LOW, multiruns.HIGH]]
     assert f"λ = 15: ({low}, {high})" in made["table", "quantization_grid"][1].text()
     there, _ = made["table", "quantization_grid"]
-    holed = [Outcome(one.row, reason="failed") if one.row.key == threshold_grid.UNIFORM else one for one in there]
+    holed = [Outcome(one.row, reason="failed") if one.row.key == multiruns.UNIFORM else one for one in there]
     table = RUNS["table", "quantization_grid"].experiment.table(holed, "table_quantization_grid")
     assert table.frame["utility"].isna().all()
     assert "nothing was measured" in table.text()

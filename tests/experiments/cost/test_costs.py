@@ -54,27 +54,19 @@ def costs_of(
     kind: str, *, measured: bool = True, run_j: float | Literal["below resolution"] = 0.008, noise: float = 1.0
 ) -> dict[str, Result]:
     """What `measure=cost` finds beside what every record has."""
-    dense = kind == "dense"
     ours = DENSE_MS | {"attention": 30.0, "mlp": 39.9, "decisions": 3.0, "gather_scatter": 1.0, "runtime": 1.0}
+    parts: tuple[Any, ...] = (breakdown(ours), Quartiles(0.8, 0.79, 0.82), Quartiles(1.04, 1.03, 1.06))
+    answered: tuple[Any, ...] = (served(6.0, None), Quartiles(1.2, 1.19, 1.21), 3)
+    used, kept, saved = joules(run_j), [100, 50], [0, 40]
+    if kind == "dense":
+        parts, answered, used, kept, saved = (), (), None, [100, 100], [0, 0]
     method = "RAPL" if measured else "no energy counter: a guess"
-    kv = (
-        KvBytesByLayer([100, 100], [100, 100], [100, 100], [0, 0])
-        if dense
-        else KvBytesByLayer([100, 50], [100, 50], [100, 100], [0, 40])
-    )
     return {
-        "components": ComponentsResult(
-            "prompt", noise, breakdown(DENSE_MS),
-            *(() if dense else (breakdown(ours), Quartiles(0.8, 0.79, 0.82), Quartiles(1.04, 1.03, 1.06))),
-        ),
-        "energy": EnergyResult(
-            joules(0.01), method, measured, 0.36, 5.0, 0.1, 2.0, 0.1, "FRA", None if dense else joules(run_j),
-        ),
-        "deployment": DeploymentResult(
-            served(5.0), 256, 64, 50.0, 3.0, *(() if dense else (served(6.0, None), Quartiles(1.2, 1.19, 1.21), 3)),
-        ),
-        "memory": MemoryResult(5000, 5000, "kernel", 80, 100, kv),
-    }  # fmt: skip
+        "components": ComponentsResult("prompt", noise, breakdown(DENSE_MS), *parts),
+        "energy": EnergyResult(joules(0.01), method, measured, 0.36, 5.0, 0.1, 2.0, 0.1, "FRA", used),
+        "deployment": DeploymentResult(served(5.0), 256, 64, 50.0, 3.0, *answered),
+        "memory": MemoryResult(5000, 5000, "kernel", 80, 100, KvBytesByLayer(kept, kept, [100, 100], saved)),
+    }
 
 
 CONFIG = {

@@ -31,7 +31,6 @@ MIN_REPEATS = 3  # two points have a difference, not a spread
 BUSY = 0.5  # load average beyond what threads of our own explain
 CLOCK_GAP_S = 0.1  # and a thousandth of the time that passed: more than a clock is adjusted by while it runs
 
-Ratio = Quartiles
 Step = Callable[[], object]
 
 

@@ -84,7 +84,7 @@ def value(kind: Any, content: Any, where: str) -> Any:
     if origin in (list, tuple, Sequence):
         if not isinstance(content, list):
             raise Mistyped.at(where, content, "a list")
-        read = [value(inner[0], one, f"{where}[{i}]") for i, one in enumerate(content)]
+        read = [value(inner[0] if inner else Any, one, f"{where}[{i}]") for i, one in enumerate(content)]
         return tuple(read) if origin is tuple else read
     if origin in (dict, Mapping):
         if not isinstance(content, Mapping):

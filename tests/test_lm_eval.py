@@ -58,11 +58,11 @@ def hflm(folder):
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_without_modules_it_is_hflm(lm, hflm, batch_size):
     ours = lm(batch_size=batch_size)
-    for (nats, greedy), (theirs, is_greedy) in zip(
-        ours.loglikelihood(pairs(), disable_tqdm=True), hflm.loglikelihood(pairs(), disable_tqdm=True), strict=True
-    ):
-        assert nats == pytest.approx(theirs, abs=1e-4)
-        assert greedy == is_greedy
+    (nats, greedy), (theirs, is_greedy) = (
+        zip(*one.loglikelihood(pairs(), disable_tqdm=True), strict=True) for one in (ours, hflm)
+    )
+    assert nats == pytest.approx(theirs, abs=1e-4)
+    assert greedy == is_greedy
     texts = instances("loglikelihood_rolling", [("so many words " * 9,), ("the cat",)])  # longer than the context, and shorter
     assert ours.loglikelihood_rolling(texts) == pytest.approx(hflm.loglikelihood_rolling(texts), abs=1e-3)
     until = instances("generate_until", [(c, {"until": ["."], "max_gen_toks": 6}) for c in CONTEXTS])

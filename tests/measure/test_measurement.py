@@ -195,13 +195,10 @@ def test_what_is_not_what_it_should_be_is_named(says: str):
         decoded(Outer, GOOD | BAD[says])
 
 
-def test_what_is_missing_is_named_and_what_is_more_is_left_alone():
+def test_what_is_missing_is_named_what_is_more_is_left_alone_and_what_may_be_absent_is_left_out():
     assert decoded(Outer, GOOD | {"further": 1}).parts["p"].median == 2.0
     with pytest.raises(Mistyped, match="kind is missing"):
         decoded(Outer, {key: value for key, value in GOOD.items() if key != "kind"})
-
-
-def test_what_may_be_absent_is_left_out_and_what_may_be_none_is_said():
     assert encoded(Inner(1.0)) == {"median": 1.0}
     written = encoded(decoded(Outer, GOOD))
     assert written["maybe"] is None

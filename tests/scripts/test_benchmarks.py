@@ -148,9 +148,8 @@ def test_the_gpu_benchmark_checks_the_invariants_first(tmp_path, capsys):
 
 def test_a_broken_invariant_stops_everything(tmp_path, monkeypatch):
     real = benchmark_gpu.invariants
-    monkeypatch.setattr(
-        benchmark_gpu, "invariants", lambda *a: [row | {"reached": "masked" not in row["what"]} for row in real(*a)]
-    )
+    broken = lambda *asked: [row | {"reached": "masked" not in row["what"]} for row in real(*asked)]
+    monkeypatch.setattr(benchmark_gpu, "invariants", broken)
     with pytest.raises(benchmark_gpu.QuickSilverError, match="tiny: compact = masked does not hold"):
         gpu(tmp_path / "gpu.json", "--batch 1")
     assert {row["section"] for row in json.loads((tmp_path / "gpu.json").read_text())["findings"]} == {"invariants"}

@@ -24,6 +24,8 @@ ROWS = [  # detector, policy, dial, tokens, FLOPs saved, AP
 TIMES = {("control", "dense", 0.0): 1.0, ("box", "learned", 0.5): 0.46, ("wide_gentle", "learned", 0.5): 0.95}
 WHOLE = {"encoder": (0.0, 60.0), "whole": (0.2, 40.0)}  # what is added to a ratio, FLOPs saved by who halts
 
+FACTS = "pillars layers width seeds scenes steps tuning_steps validation_scenes target_tokens torch"
+
 
 @pytest.fixture
 def study(tmp_path, monkeypatch):
@@ -47,19 +49,7 @@ def write(folder: Path, times: dict[tuple[str, str, float], float] | None = None
     ]
     gaps.append(("wide_gentle", "learned", 0.5, "longer control", True, 0.05, 0.01, 0.09))
     save(folder, "differences", gaps, [*KEYS, "against", "recycled", "difference", "low", "high"])
-    facts = [
-        "pillars",
-        "layers",
-        "width",
-        "seeds",
-        "scenes",
-        "steps",
-        "tuning_steps",
-        "validation_scenes",
-        "target_tokens",
-        "torch",
-    ]
-    save(folder, "about", [(fact, 1) for fact in facts], ["fact", "value"])
+    save(folder, "about", [(fact, 1) for fact in FACTS.split()], ["fact", "value"])
     if times is not None:
         clock = [
             (*key, clock, ratio + more, saved if key[1] == "learned" else 0.0, 2.0)

@@ -20,7 +20,7 @@ from . import sentences
 
 TEXT = sentences.SENTENCE
 UNTOUCHED = "untouched"  # in the model's own dtype
-_UNTOUCHED_BITS = 16  # as records write it, whatever the dtype is
+UNTOUCHED_BITS = 16  # as records write it, whatever the dtype is
 # How a token is held in a layer. From dark to light: readable in grey.
 HELD = {
     UNTOUCHED: "#14213d", "8 bits": "#1f7a8c", "4 bits": "#de8b22", "2 bits": "#f4de95", "halted": "#ffffff", "carried": "#bdbdbd",
@@ -37,7 +37,7 @@ def held(signals: pd.DataFrame) -> pd.Series:
 
 def width(bits: int) -> str:
     """`8 bits`, or `untouched`."""
-    return UNTOUCHED if bits == _UNTOUCHED_BITS else f"{bits} bits"
+    return UNTOUCHED if bits == UNTOUCHED_BITS else f"{bits} bits"
 
 
 def draw_held(axes: Axes, states: pd.DataFrame, **options: Any) -> None:
@@ -81,8 +81,8 @@ def figure13_bit_widths(outcomes: Sequence[Outcome], name: str) -> Figure:
         panel.set_xticks(range(1, n_layers + 1))
         for edge in range(1, n_tokens):
             draw.horizontal(panel, edge - 0.5, color="white", linewidth=0.5)
-        if (frame["bits"] < _UNTOUCHED_BITS).any():
-            decided = int(frame.loc[frame["bits"] < _UNTOUCHED_BITS, "layer"].min())
+        if (frame["bits"] < UNTOUCHED_BITS).any():
+            decided = int(frame.loc[frame["bits"] < UNTOUCHED_BITS, "layer"].min())
             draw.vertical(panel, decided - 0.5, linewidth=1, linestyle="--")
             panel.text(decided - 0.5, -0.8, "widths decided", ha="center", va="bottom", fontsize=7)
         panel.set(xlabel="layer", ylabel="token")

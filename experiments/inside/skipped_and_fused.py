@@ -24,18 +24,12 @@ STRETCH = range(100, 140)  # tokens of running text that Figure 12 shows
 
 # --- K/V entries ------------------------------------------------------------------------------------------------------------------
 
-# What a token has in the cache of a layer, dark to light.
-ENTRIES: dict[str, dict[str, Any]] = {
-    "written": {"facecolor": PALETTE[0]},
-    "kept": {"facecolor": PALETTE[2]},
-    "carried": {"facecolor": "#bdbdbd"},
-    "skipped": {"facecolor": "#ffffff", "hatch": "/////"},
-}
-_WORDS = {
-    "written": "written: the token takes part",
-    "kept": "kept: it is halted, and protected",
-    "carried": "none of its own: a neighbour carries it",
-    "skipped": "skipped: it is halted",
+# What a token has in the cache of a layer, dark to light: what is said of it, how it looks.
+ENTRIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "written": ("written: the token takes part", {"facecolor": PALETTE[0]}),
+    "kept": ("kept: it is halted, and protected", {"facecolor": PALETTE[2]}),
+    "carried": ("none of its own: a neighbour carries it", {"facecolor": "#bdbdbd"}),
+    "skipped": ("skipped: it is halted", {"facecolor": "#ffffff", "hatch": "/////"}),
 }
 
 
@@ -52,7 +46,7 @@ def draw_entries(axes: Axes, states: pd.DataFrame) -> None:
         values = row.to_numpy()
         edges = np.flatnonzero(np.r_[True, values[1:] != values[:-1], True])
         for start, stop in pairwise(edges):
-            look = ENTRIES[values[start]]
+            _, look = ENTRIES[values[start]]
             bar = [(float(start) - 0.5, float(stop - start))]
             edge = "#9a9a9a" if "hatch" in look else "white"
             axes.broken_barh(bar, (float(layer) - 0.5, 1), edgecolor=edge, linewidth=0, **look)
@@ -64,7 +58,9 @@ def draw_entries(axes: Axes, states: pd.DataFrame) -> None:
 
 def entries_keys(present: Iterable[str], *, short: bool = False) -> list[Patch]:
     """Legend of the entries that are there; `short` for a narrow place."""
-    return draw.keys_of(ENTRIES, present, {} if short else _WORDS, edgecolor="#9a9a9a", linewidth=0.5)
+    looks = {name: look for name, (_, look) in ENTRIES.items()}
+    words = {} if short else {name: said for name, (said, _) in ENTRIES.items()}
+    return draw.keys_of(looks, present, words, edgecolor="#9a9a9a", linewidth=0.5)
 
 
 @artefact(lambda: [sentences.everything()], (TRACE, *sentences.READ))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -17,7 +16,7 @@ from quicksilver.report.figure import DASHES, MARKERS, PALETTE, Figure, panels, 
 from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table
 
 from .. import drawing as draw
-from . import sentences
+from . import bit_widths, sentences
 
 TEXT = sentences.SENTENCE
 _GREY = "#dedede"
@@ -45,36 +44,42 @@ def table05_walkthrough(outcomes: Sequence[Outcome], name: str) -> Table:
 def walk(record: Record) -> pd.DataFrame:
     """Per token: after which layer it halts (`halts_after_layer`, empty if never) with the drift and entropy there; in how many layers it has
     no K/V entry; which token carries it from which layer on; its width and the entropy that decided it; the paper's words."""
-    signals, tokens, n_layers = record.signals(TEXT), record.texts[TEXT].tokens, record.model.layers
+    signals, tokens, n_layers = record.signals(TEXT), pd.Series(record.texts[TEXT].tokens).str.strip(), record.model.layers
     names = ("active", "kv", "carrier", "bits", "drift_relative", "entropy_nats")
     active, kv, carriers, bits, drift, entropy = (sentences.layers(signals, name) for name in names)
+    carrier, width = carriers.loc[n_layers], bits.loc[n_layers]
+    gone = carriers.ne(carriers.columns, axis=1)
+    fused_after = (gone.idxmax() - 1).where(gone.any())
+    halts = sentences.halted_after(active)
+    halts = halts.where((halts < n_layers) & ~(halts >= fused_after))
+    again = active.astype(bool) & (active.index.to_numpy()[:, None] > halts.to_numpy())
     decided = sentences.layer_after(record.config["modules"]["adaptive_quantization"]["depth"], n_layers)
-    claims, halted = _claims(), sentences.halted_after(active)
-    found = []
-    for slot, token in enumerate(tokens):
-        carrier, halts, width = carriers[slot], int(halted[slot]), int(bits.loc[n_layers, slot])
-        row: dict[str, Any] = dict.fromkeys(_WALKED) | {"panel": "sentence", "section": "", "slot": slot, "token": token.strip()}
-        fused_after = int((carrier != slot).idxmax()) - 1 if (carrier != slot).any() else None
-        if halts < n_layers and (fused_after is None or halts < fused_after):
-            again = active.loc[halts + 1 :, slot].astype(bool)
-            row |= {"halts_after_layer": halts, "resumes_in_layer": int(again.idxmax()) if again.any() else None}
-            row |= {"drift_relative": float(drift.loc[halts, slot]), "entropy_nats": float(entropy.loc[halts, slot])}
-        if fused_after is not None:
-            into = int(carrier.loc[n_layers])
-            row |= {"fused_after_layer": fused_after, "fused_into": into, "fused_into_token": tokens[into].strip()}
-        row["layers_without_kv"] = int((~kv[slot].astype(bool)).sum())
-        row["parts"] = int((carriers.loc[n_layers] == slot).sum())
-        if width < 16:
-            row |= {"bits": width, "deciding_entropy_nats": float(entropy.loc[decided, slot])}
-        found.append(row | {"paper": "; ".join(claims.get(token.strip().lower(), ()))})
-    return pd.DataFrame(found)
+    claims, quantized = _claims(), width < bit_widths.UNTOUCHED_BITS
+    columns = {
+        **{"panel": "sentence", "section": "", "slot": tokens.index, "token": tokens, "halts_after_layer": halts},
+        **{
+            "resumes_in_layer": again.idxmax().where(again.any()),
+            "drift_relative": _at(drift, halts),
+            "entropy_nats": _at(entropy, halts),
+        },
+        **{
+            "layers_without_kv": (~kv.astype(bool)).sum(),
+            "fused_after_layer": fused_after,
+            "fused_into": carrier.where(gone.any()),
+        },
+        **{
+            "fused_into_token": carrier.map(tokens).where(gone.any()),
+            "parts": carrier.value_counts().reindex(tokens.index, fill_value=0),
+        },
+        **{"bits": width.where(quantized), "deciding_entropy_nats": entropy.loc[decided].where(quantized)},
+        "paper": ["; ".join(claims.get(token.lower(), ())) for token in tokens],
+    }
+    return pd.DataFrame(columns, index=tokens.index)
 
 
-_WALKED = (
-    *("panel", "section", "slot", "token", "halts_after_layer", "resumes_in_layer", "drift_relative", "entropy_nats"),
-    *("layers_without_kv", "fused_after_layer", "fused_into", "fused_into_token", "parts"),
-    *("bits", "deciding_entropy_nats", "paper"),
-)
+def _at(signal: pd.DataFrame, layers: pd.Series) -> pd.Series:
+    """The signal of each token in its layer; empty where it has none."""
+    return pd.Series({slot: signal.loc[layer, slot] for slot, layer in layers.dropna().items()}, dtype=float)
 
 
 def _claims() -> dict[str, list[str]]:
@@ -145,8 +150,7 @@ def _legend(frame: pd.DataFrame) -> tuple[str, ...]:
 # --- Figures 5 and 17 -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Shown:
+class Shown(NamedTuple):
     """A token worth drawing: why, its slot, and the last layer before it halted or was fused (None: it was not)."""
 
     role: str
@@ -164,8 +168,7 @@ def figure05_17_trajectories(outcomes: Sequence[Outcome], name: str) -> Figure:
     signals, text = record.signals(TEXT), record.texts[TEXT]
     shown, names = chosen(signals), sentences.labels(text.tokens)
     columns = ["layer", "slot", "token", "pca_0", "pca_1", "state_norm", "dense_pca_0", "dense_pca_1", "dense_state_norm"]
-    roles = pd.DataFrame([(one.slot, one.role, one.until) for one in shown], columns=["slot", "role", "until"])
-    frame = signals[columns].merge(roles, on="slot", how="left")
+    frame = signals[columns].merge(pd.DataFrame(shown, columns=["role", "slot", "until"]), on="slot", how="left")
     with style():
         drawing, axes = panels(1, 2, size=(10, 4.2), width_ratios=[1.1, 1])
         left, right = axes[0]

@@ -66,8 +66,14 @@ def made(outcomes):
 
 
 @pytest.fixture(scope="module")
-def fused(outcomes):
-    return outcomes["fusing"].record.signals(sentences.SENTENCE)
+def signals(outcomes):
+    """By row key, the signals of the first sentence."""
+    return {key: one.record.signals(sentences.SENTENCE) for key, one in outcomes.items()}
+
+
+@pytest.fixture(scope="module")
+def fused(signals):
+    return signals["fusing"]
 
 
 # --- every artefact ---------------------------------------------------------------------------------------------------------------
@@ -148,10 +154,9 @@ def test_forced_and_full_words_are_drawn_as_such(made, outcomes):
     assert (frame.loc[frame["layer"] == frame["halts_after_layer"] + 1, "drift_relative"] == 0).all()
 
 
-def test_drift_index_and_attribution_are_those_of_the_record(made, outcomes):
-    frame = made["figure", "21"].frame
-    signals = outcomes["halting"].record.signals(sentences.SENTENCE)
-    pd.testing.assert_series_equal(frame["error_attribution_nats"], signals["dense_gradient_x_state"].abs(), check_names=False)
+def test_drift_index_and_attribution_are_those_of_the_record(made, signals):
+    frame, gradient = made["figure", "21"].frame, signals["halting"]["dense_gradient_x_state"]
+    pd.testing.assert_series_equal(frame["error_attribution_nats"], gradient.abs(), check_names=False)
     assert (frame.groupby("slot")["loss_change_nats"].nunique() <= 1).all()
 
 
@@ -195,9 +200,8 @@ def test_what_is_not_quantized_is_called_by_the_models_dtype(made, number):
 # --- one sentence under all four --------------------------------------------------------------------------------------------------
 
 
-def test_the_walkthrough_agrees_with_the_record(made, outcomes):
-    signals = outcomes["all four"].record.signals(sentences.SENTENCE)
-    last = signals[signals["layer"] == LAYERS].set_index("slot")
+def test_the_walkthrough_agrees_with_the_record(made, signals):
+    last = signals["all four"].query("layer == @LAYERS").set_index("slot")
     frame = made["table", "5"].frame.set_index("slot")
     fused = frame["fused_into"].notna()
     assert fused.any()
@@ -209,10 +213,9 @@ def test_the_walkthrough_agrees_with_the_record(made, outcomes):
     assert "".join(frame["token"]) == SENTENCES[0].replace(" ", "")
 
 
-def test_trajectories_show_tokens_that_did_what_is_said_of_them(made, outcomes):
+def test_trajectories_show_tokens_that_did_what_is_said_of_them(made, signals):
     frame = made["figure", "17"].frame
-    signals = outcomes["all four"].record.signals(sentences.SENTENCE)
-    active, carrier = sentences.layers(signals, "active").astype(bool), sentences.layers(signals, "carrier")
+    active, carrier = (sentences.layers(signals["all four"], name) for name in ("active", "carrier"))
     for role, slot in frame.dropna(subset="role").groupby("role")["slot"].first().items():
         if role in ("goes through all layers", "halts"):
             assert active[slot].all() == (role != "halts")
@@ -233,8 +236,8 @@ def test_figure_2_has_all_four_panels_and_their_data(made):
 # --- K/V entries ------------------------------------------------------------------------------------------------------------------
 
 
-def test_entries_are_what_the_cache_has(outcomes):
-    signals = outcomes["all four"].record.signals(sentences.SENTENCE)
+def test_entries_are_what_the_cache_has(signals):
+    signals = signals["all four"]
     entries = drawn.entries(signals)
     assert set(entries) <= set(drawn.ENTRIES)
     assert (entries.isin(["written", "kept"]) == (signals["kv"] & (signals["carrier"] == signals["slot"]))).all()

@@ -275,8 +275,9 @@ class Sweep:
     def draw(self, overrides: tuple[str, ...], differing: tuple[str, ...], fingerprint: str | None) -> SweepRun:
         """The run with these overrides, in place of one that was drawn before."""
         runs = {run.overrides: run for run in self.manifest.runs}
-        number = runs[overrides].number if overrides in runs else len(runs) + 1
-        runs[overrides] = SweepRun(number, overrides, differing, fingerprint)
+        new = SweepRun(len(runs) + 1, overrides, differing)
+        before = runs.get(overrides, new)
+        runs[overrides] = replace(before, fingerprint=fingerprint or before.fingerprint)
         self.manifest = replace(self.manifest, runs=tuple(runs.values()))
         self._write(MANIFEST, {"schema_version": SCHEMA_VERSION, **asdict(self.manifest)})
         return runs[overrides]

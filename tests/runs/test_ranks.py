@@ -16,14 +16,8 @@ from quicksilver.runs.config import compose
 from quicksilver.runtime.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-ASKED = [
-    "model=reference-llama",
-    "modules=[static_depth]",
-    "protocol=continuation",
-    "measure=ranks",
-    "dataset.windows=8",
-    "threads=1",
-]
+ASKED = ["model=reference-llama", "modules=[static_depth]", "protocol=continuation", "measure=ranks"]
+ASKED += ["dataset.windows=8", "threads=1"]
 
 
 def started(*words: str, processes: int = 2) -> subprocess.CompletedProcess[str]:

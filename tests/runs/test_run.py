@@ -298,15 +298,8 @@ def test_what_can_change_a_number_changes_the_fingerprint_and_nothing_else_does(
     free = ["tracker=wandb", f"results_dir={tmp_path / 'x'}", "measure.latency.repeats=9", "modules.halting.resume_layers=1"]
     for word in (*free, "protocol.prompt_tokens=7"):
         assert fingerprint_of(*words, *THRESHOLD, word) == base
-    other = [
-        "seed=1",
-        "modules.halting.tau_drift=p61",
-        "dataset.windows=9",
-        "model.dtype=bfloat16",
-        "threads=2",
-        "execution=decide",
-    ]
-    other += ["protocol.batch_size=2", "dataset.calibration_windows=3", "measure.null_control.enabled=false"]
+    other = ["seed=1", "modules.halting.tau_drift=p61", "dataset.windows=9", "model.dtype=bfloat16", "threads=2"]
+    other += ["execution=decide", "protocol.batch_size=2", "dataset.calibration_windows=3", "measure.null_control.enabled=false"]
     other += ["protocol.window_tokens=16", "modules=[halting]"]
     found = [fingerprint_of(*words, *THRESHOLD, word) for word in other]
     assert len({base, *found}) == len(found) + 1

@@ -131,11 +131,8 @@ def _err(line: str) -> None:
 
 
 def _join(composed: Composed) -> None:
-    """Load the model whose parts the processes of torchrun have, if a run is to be made; from then on they hear each other.
-
-    Raises:
-        ConfigError: a run that each process would make by itself.
-    """
+    """Load the model whose parts the processes of torchrun have, if a run is to be made; from then on they hear each other. A run that each process
+    would make by itself is a ConfigError."""
     for number, planned in composed.plans.items():
         if planned.wanted[0].config.model.parallel is None:
             raise ConfigError(
@@ -344,11 +341,7 @@ class Worker:
 @contextmanager
 def _ends_with_its_job() -> Iterator[None]:
     """submitit's signal handler raises an Exception when the time of its job is over; the run or the import that it hits would seem to have failed.
-    Within, it is `Terminated`, which nothing swallows.
-
-    Raises:
-        QuickSilverError: that happened; what the worker was making is left to others.
-    """
+    Within, it is `Terminated`, which nothing swallows, and then a QuickSilverError: what the worker was making is left to others."""
     number = getattr(signal, f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}", None)  # as submitit has it
     before = None if number is None else signal.getsignal(number)
     if number is None or not callable(before) or threading.current_thread() is not threading.main_thread():

@@ -41,12 +41,8 @@ _SAID_BY_PARQUET = ("int64", "float64", "object")
 
 
 def write(folder: Path, contents: Sequence[Mapping[str, Any]], frames: Mapping[str, pd.DataFrame]) -> None:
-    """Write both files, the same bytes for the same records.
-
-    Args:
-        contents: what the lines say, in an order in which neighbours are alike.
-        frames: the windows by fingerprint.
-    """
+    """Write both files, the same bytes for the same records: lines of `contents`, in an order in which neighbours are alike, and windows by
+    fingerprint."""
     import pyarrow as pa
 
     lines = [json.dumps({"fingerprint": one["fingerprint"], **one}, allow_nan=False, separators=(",", ":")) for one in contents]
@@ -82,11 +78,8 @@ def columns_of(path: Path, names: Collection[str]) -> bytes:
 
 
 def _parquet(table: pa.Table, told: Mapping[str, Any] | None = None) -> bytes:
-    """The table in two thirds of pandas' bytes: numbers as streams of bytes, all else by dictionary, without statistics.
-
-    Args:
-        told: what pandas has to know of the columns; None or empty: nothing.
-    """
+    """The table in two thirds of pandas' bytes: numbers as streams of bytes, all else by dictionary, without statistics; with what pandas is `told`
+    of its columns."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

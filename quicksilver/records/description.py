@@ -92,7 +92,7 @@ class EnvironmentEntry:
     """The machine and the libraries.
 
     Attributes:
-        memory_bytes: of the machine; load_average: of the last minute.
+        load_average: of the last minute.
         other_runs: fingerprints of runs that other processes made on this machine meanwhile, in the same results folder.
         job: of a cluster's scheduler, and whether the node was this job's alone; None: there was none.
     """

@@ -30,14 +30,8 @@ _PACKAGE = __name__.partition(".")[0]
 
 @dataclass(frozen=True)
 class Identity:
-    """What decides the result of a run.
-
-    Attributes:
-        config: the config's part.
-        digests: of texts, weights and calibration files.
-        sources: of the user's own modules, by module name.
-        numerics_version: of the code.
-    """
+    """What decides the result of a run: its config's part, digests of texts, weights and calibration files, sources of the user's modules by module
+    name, and the version of the numbers."""
 
     config: Mapping[str, Any]
     digests: Mapping[str, str]

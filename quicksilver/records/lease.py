@@ -31,14 +31,8 @@ _LONGEST_NAP_S = 1.0
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lease.
-
-    Attributes:
-        machine: `host` with what tells containers and boots of one host apart.
-        process_started: in the kernel's units: a later process may have the same number.
-        since: ISO 8601, UTC.
-        token: drawn for this lease.
-    """
+    """Who holds a lease. `machine` tells containers and boots of one host apart, `process_started` processes that had one number after another;
+    `since` is ISO 8601, UTC; `token` is drawn for this lease."""
 
     host: str
     machine: str

@@ -208,10 +208,7 @@ def check_pairs(record: Record, baseline: Record, column: str = "nll_nats", base
 
 
 def sign_flip_p(differences: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0) -> float:
-    """How often paired differences whose signs are tossed have a mean as far from 0 as these: a two-sided permutation test.
-
-    Args:
-        differences: (W,) one a window.
+    """How often paired differences (W,) whose signs are tossed have a mean as far from 0 as these: a two-sided permutation test.
 
     Raises:
         ConfigError: fewer than 8 windows, numbers that are not finite.

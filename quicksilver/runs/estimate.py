@@ -43,13 +43,8 @@ class Speed:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one run takes.
-
-    Attributes:
-        flops: of all its passes.
-        weights_bytes, memory_bytes: of the weights alone, and with the largest batch's logits, states and K/V.
-        disk_bytes: of its record.
-    """
+    """What one run takes: operations of all its passes, weights alone and all memory (with the largest batch's logits, states and K/V), and the disk
+    of its record."""
 
     label: str
     flops: int
@@ -193,10 +188,7 @@ def without_record(configs: Sequence[RunConfig]) -> list[RunConfig]:
 
 
 def estimates(configs: Sequence[RunConfig], speed: Speed | None = None, *, fetch: bool = False) -> list[Estimate]:
-    """What each run takes, the dense runs they are compared with included.
-
-    Args:
-        fetch: a text that is scored whole may be fetched, to know how long it is.
+    """What each run takes, the dense runs they are compared with included. `fetch`: a text may be fetched, to know how long it is.
 
     Raises:
         ConfigError: a shape that is not known, or a text that is to be scored whole and is not at hand.

@@ -45,8 +45,6 @@ class Job:
     """One run and what became of it.
 
     Attributes:
-        name: for people.
-        overrides: the run.
         config: composed, where the run has to be planned; None: it is known already, or cannot be had.
         plan: of the config, once somebody made it.
         record: of the run; reason: why there is none; error: that made it fail.
@@ -305,11 +303,8 @@ def _alone(config: RunConfig) -> bool:
 
 
 def make_side_by_side(jobs: Sequence[Job], workers: int | None = None, *, watch: Watch | None = None) -> None:
-    """Make records of `jobs` that are missing and may be made side by side. What fails is left as it was: `run_missing` tries it again, and says why.
-
-    Args:
-        workers: processes; None: one a core. 1: nothing is made here.
-        watch: shows progress.
+    """Make records of `jobs` that are missing and may be made side by side, in so many `workers` (None: one a core; 1: nothing is made here). What
+    fails is left as it was: `run_missing` tries it again, and says why.
 
     Raises:
         ConfigError: fewer than one worker.

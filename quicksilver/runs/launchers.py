@@ -42,11 +42,7 @@ def launcher_name(settings: DictConfig) -> str:
 
 
 def check_launcher(settings: DictConfig, configs: Iterable[RunConfig], results_dir: Path, asked: int | None = None) -> int:
-    """How many workers a sweep gets.
-
-    Args:
-        settings: the section `hydra` of the sweep's config.
-        asked: workers; None: as the launcher's yaml says.
+    """How many workers a sweep with this section `hydra` gets; `asked`: None: as the launcher's yaml says.
 
     Raises:
         ConfigError: the launcher's package, Slurm or the partition is not there; runs that are timed would share a machine; workers could

@@ -106,7 +106,6 @@ class Plan:
     Attributes:
         steps: each run once, every dense prerequisite before the first run that needs it.
         wanted: those of the configs, in their order.
-        context: texts, digests and the loaded model, which serve to make them.
     """
 
     steps: tuple[Planned, ...]
@@ -181,10 +180,7 @@ def ensure(
     progress: Callable[[Progress], None] | None = None,
     context: RunContext | None = None,
 ) -> list[Record]:
-    """Records of `configs`, in their order: `plan` and `make`.
-
-    Args:
-        context: of an earlier plan, whose texts, digests and loaded model serve again.
+    """Records of `configs`, in their order: `plan` and `make`. The `context` of an earlier plan serves again.
 
     Raises:
         ConfigError: a config that cannot be run; nothing was run then.

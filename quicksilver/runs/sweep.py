@@ -49,14 +49,8 @@ State = Literal["done", "running", "failed", "waiting"]
 
 @dataclass(frozen=True)
 class SweepRun:
-    """One run of a sweep.
-
-    Attributes:
-        number: from 1.
-        overrides: the run.
-        differing: those of them in which the runs of the sweep differ.
-        fingerprint: of its record; None: it could not be planned.
-    """
+    """One run of a sweep: its number from 1, its overrides, those in which the runs of the sweep differ, and its record (None: it could not be
+    planned)."""
 
     number: int
     overrides: tuple[str, ...]
@@ -148,8 +142,7 @@ class RunState:
     """What became of one run.
 
     Attributes:
-        folder: its record; None: there is none.
-        making: of a run in the making, the processes that make it and the progress of each (`Store.at_work`).
+        making: the processes that make it and the progress of each (`Store.at_work`).
         failure: of a failed run: its `error`, and the `host` and `time` of it.
     """
 
@@ -172,8 +165,7 @@ def expanded(words: Sequence[str], params: Sequence[str], loader: Any = None) ->
         loader: Hydra's config loader, which `glob(*)` asks for the choices.
 
     Raises:
-        ConfigError: a range without steps.
-        HydraException: a word that is no override.
+        ConfigError: a range without steps. HydraException: a word that is no override.
     """
     parser = OverridesParser.create(config_loader=loader)
     given = {parser.parse_override(word).key_or_group for word in words}
@@ -256,11 +248,8 @@ class Sweep:
     def create(self, fixed: Sequence[str] = ()) -> None:
         """Write the manifest, or find it: the same command resumes its sweep, with the runs that were drawn before.
 
-        Args:
-            fixed: of a sweep whose runs are drawn, overrides of every run.
-
         Raises:
-            ConfigError: there is a sweep of that name with other runs.
+            ConfigError: there is a sweep of that name with other runs; of one whose runs are drawn, with other `fixed` overrides.
         """
         with suppress(FileNotFoundError):
             there = _read(self.folder / MANIFEST)
@@ -405,12 +394,7 @@ def _read(path: Path) -> Manifest:
 
 
 def time_left_s(left: int, seconds: Sequence[float], workers: int = 1) -> float | None:
-    """Until the last of `left` runs is done; None: no run says how long one takes.
-
-    Args:
-        seconds: of runs that are done.
-        workers: how many are made at once.
-    """
+    """Until the last of `left` runs is done, from the `seconds` of those that are, made by so many `workers`; None: no run says."""
     if not left:
         return 0.0
     return sum(seconds) / len(seconds) * left / max(1, min(workers, left)) if seconds else None

@@ -133,7 +133,8 @@ def windows(folder: Path, fingerprint: str, entry: Mapping[str, Any]) -> pd.Data
     try:
         table, places = _windows_of(path, state(path))
         rows = table.slice(*places[fingerprint])
-        frame = pd.DataFrame({name: _column(rows[name], kind) for name, kind in entry["columns"].items()})
+        columns = {name: rows[name].to_pylist() if rows[name].null_count else rows[name].to_numpy() for name in entry["columns"]}
+        frame = pd.DataFrame({name: pd.Series(columns[name], dtype=kind) for name, kind in entry["columns"].items()})
         whole = _digest(frame) == entry["sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
@@ -183,12 +184,6 @@ def _windows_of(path: Path, _: _State | None) -> tuple[pa.Table, Mapping[str, tu
         first, count = places.get(name, (row, 0))
         places[name] = (first, count + 1)
     return table, places
-
-
-def _column(column: pa.ChunkedArray, kind: str) -> pd.Series[Any]:
-    import pandas as pd
-
-    return pd.Series(column.to_pylist() if column.null_count else column.to_numpy(), dtype=kind)
 
 
 def _digest(frame: pd.DataFrame) -> str:

@@ -15,7 +15,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -78,14 +78,10 @@ class Blocks:
                         raise
                 if len(mine) == taken:
                     time.sleep(NAP_S)  # all that is left is computed elsewhere
-            return self._all(paths, mine, compute)
+            found = ((path, block, mine.pop(block, None) or self._read(path)) for block, path in paths.items())
+            return (one or self._compute(path, block, compute) for path, block, one in found)
 
         return keep
-
-    def _all(self, paths: dict[range, Path], mine: dict[range, Block], compute: Callable[[range], Block]) -> Iterator[Block]:
-        for block, path in paths.items():
-            found = mine.pop(block) if block in mine else self._read(path)
-            yield found or self._compute(path, block, compute)
 
     def _compute(self, path: Path, block: range, compute: Callable[[range], Block]) -> Block:
         began = time.monotonic()

@@ -48,6 +48,7 @@ T = TypeVar("T")
 
 MOST_OVERLAP_PCT = 20.0  # GLUE's RTE has 6%: its prompts share a template
 _DIGESTS, _KERNELS = "cache/digests.json", "cache/kernels.json"
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class RunContext:
@@ -83,7 +84,9 @@ class RunContext:
 
     def _files(self, config: RunConfig) -> tuple[ModelFiles, str]:
         files, store = locate(config.model, _root(config)), Store(config.results_dir)
-        remembered = {path: digest for path, digest in read_object(store.root / _DIGESTS).items() if _is_digest(digest)}
+        remembered = {
+            path: digest for path, digest in read_object(store.root / _DIGESTS).items() if _DIGEST.fullmatch(str(digest))
+        }
         known = len(remembered)
         digest = weights_digest(files.folder, remembered)
         if len(remembered) > known:
@@ -233,10 +236,6 @@ def _text_cache(config: RunConfig) -> Path:
 
 def _key(config: ModelConfig | DatasetConfig | RunConfig) -> str:
     return json.dumps(dataclasses.asdict(config), sort_keys=True)
-
-
-def _is_digest(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
 def _file_digest(name: str, path: Path | str, option: str) -> str:

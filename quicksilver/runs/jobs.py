@@ -206,7 +206,8 @@ class RecordIndex:
     def _read(self, name: str) -> dict[str, Any]:
         kept = read_object(self._store.root / name)
         entries = kept.get("answers") if kept.get("stamp") == self._stamp else None
-        return {key: answer for key, answer in entries.items() if _is_answer(answer)} if isinstance(entries, dict) else {}
+        known = {key: one for key, one in entries.items() if isinstance(one, dict)} if isinstance(entries, dict) else {}
+        return {key: one for key, one in known.items() if isinstance(one.get("reason", one.get("fingerprint")), str)}
 
     def index(self) -> dict[str, Any]:
         """What the repository remembers: `INDEX`. A record that it lacks is there with its fingerprint, so that nobody looks again."""
@@ -247,10 +248,6 @@ class RecordIndex:
         if self._changed:
             self._store.write_cache(_FILE, {"stamp": self._stamp, "answers": self._known})
             self._changed = False
-
-
-def _is_answer(kept: Any) -> bool:
-    return isinstance(kept, dict) and any(isinstance(kept.get(name), str) for name in ("reason", "fingerprint"))
 
 
 def _key(overrides: Sequence[str]) -> str:
@@ -314,7 +311,8 @@ def make_side_by_side(jobs: Sequence[Job], workers: int | None = None, *, watch:
     if workers is not None and workers < 1:
         raise ConfigError(f"workers={workers}: needs at least 1.")
     together = groups([job.config for job in jobs if job.config is not None])
-    count = min(workers or _cores(), len(together))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = min(workers or cores, len(together))
     if count < 2:
         return
     configured, context = [job for job in jobs if job.config is not None], run_context(None, jobs)
@@ -370,7 +368,3 @@ def _end_with_the_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

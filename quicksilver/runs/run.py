@@ -415,7 +415,10 @@ def _measured(bench: Bench, step: Planned, store: Store, draft: Draft, report: _
         scalars = _measure(bench, measurements, draft, report)
         dense = store.get(step.dense) if step.dense is not None else None
         if dense is not None:
-            _put_dense_beside(scalars, bench, dense)
+            # What every table compares with, so that a record can be read alone; no times: dense was timed in the same run.
+            scalars |= {f"dense_{name}": value for name, value in encoded(DenseTotals.of(dense.quality)).items()}
+            nats = dense.windows.set_index("window")["nll_nats"]
+            bench.frame = bench.frame.assign(dense_nll_nats=bench.frame["window"].map(nats))
         draft.write(WINDOWS, lambda path: bench.frame.to_parquet(path, index=False))
         if bench.modules and bench.trace is not None:
             draft.write(TRACE, bench.trace.save)
@@ -449,14 +452,6 @@ def measured_scalars(
         section = name if result.section is None else result.section
         scalars |= {section: result.to_json()} if section else result.to_json()
     return scalars
-
-
-def _put_dense_beside(scalars: dict[str, Any], bench: Bench, dense: Record) -> None:
-    """Copy what every table compares with, so that a record can be read alone. Times are not copied: dense was timed in the
-    same run."""
-    scalars |= {f"dense_{name}": value for name, value in encoded(DenseTotals.of(dense.quality)).items()}
-    nats = dense.windows.set_index("window")["nll_nats"]
-    bench.frame = bench.frame.assign(dense_nll_nats=bench.frame["window"].map(nats))
 
 
 def calibrated_modules(config: RunConfig, context: RunContext, store: Store) -> tuple[list[Any], CalibrationEntry | None]:

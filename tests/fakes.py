@@ -17,8 +17,15 @@ from quicksilver.measure.latency import LatencyResult
 from quicksilver.measure.measurement import Quartiles, Result, Spread, encoded
 from quicksilver.measure.quality import NullResult, QualityResult
 from quicksilver.records import stats
-from quicksilver.records.description import DataEntry, DenseTotals, EnvironmentEntry, ModelEntry, PackageEntry, ProtocolEntry
-from quicksilver.records.identity import Identity
+from quicksilver.records.identity import (
+    DataEntry,
+    DenseTotals,
+    EnvironmentEntry,
+    Identity,
+    ModelEntry,
+    PackageEntry,
+    ProtocolEntry,
+)
 from quicksilver.records.record import EVENTS, SCHEMA_VERSION, WINDOWS, Record
 from quicksilver.records.store import Store
 from quicksilver.report.artefacts import Outcome, Row

@@ -37,9 +37,9 @@ from quicksilver.files import fingerprint_of, plain_name
 from quicksilver.measure.measurement import Mistyped, Result, decoded
 from quicksilver.measure.quality import QualityResult
 from quicksilver.measure.signals import LookedInto, SignalsResult
-from quicksilver.records import archive, description
-from quicksilver.records.description import DenseTotals, Execution
-from quicksilver.records.identity import Identity
+from quicksilver.records import archive
+from quicksilver.records import identity as entries
+from quicksilver.records.identity import DenseTotals, Execution, Identity
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.reading import parse_json
 
@@ -94,24 +94,24 @@ class Record:
     label: str
     modules: list[str]
     execution: Execution
-    protocol: description.ProtocolEntry
+    protocol: entries.ProtocolEntry
     lookahead: bool
-    model: description.ModelEntry
-    data: description.DataEntry
-    calibration: description.CalibrationEntry | None
+    model: entries.ModelEntry
+    data: entries.DataEntry
+    calibration: entries.CalibrationEntry | None
     tuned: dict[str, dict[str, int]]
     thresholds: dict[str, dict[str, list[float]]]
     kernels: dict[str, str]
     config: Mapping[str, Any]
     identity: Identity
-    package: description.PackageEntry
-    environment: description.EnvironmentEntry
-    files: dict[str, description.FileEntry]
+    package: entries.PackageEntry
+    environment: entries.EnvironmentEntry
+    files: dict[str, entries.FileEntry]
     started: str
     finished: str
     seconds: float
     batch_windows: int
-    confirmed: description.Confirmed | None = None
+    confirmed: entries.Confirmed | None = None
     path: Path
     content: Mapping[str, Any]
 

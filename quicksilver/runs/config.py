@@ -21,8 +21,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from quicksilver.data.spec import ANNOTATED, FORMS, MADE_HERE, PARTS, READERS, DatasetConfig
 from quicksilver.measure.measurement import Setting
 from quicksilver.models.spec import ATTENTION, DEVICES, DTYPES, PARALLEL, ModelConfig
-from quicksilver.records.description import Execution, ProtocolName
-from quicksilver.records.identity import spelled_at_first
+from quicksilver.records.identity import Execution, ProtocolName, spelled_at_first
 from quicksilver.runs.choices import explain, files_stamp, suggest
 from quicksilver.runs.composing import composed, quoted
 from quicksilver.runs.parts import build_measurements, is_on, measurement_class

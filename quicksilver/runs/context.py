@@ -28,8 +28,7 @@ from quicksilver.data.tasks import TaskExamples, read_task
 from quicksilver.data.text import Text, read_text
 from quicksilver.models.loading import EMBEDDED, Loaded, ModelFiles, load, locate, weights_digest
 from quicksilver.models.spec import ModelConfig
-from quicksilver.records.description import EnvironmentEntry
-from quicksilver.records.identity import Identity, foreign_sources
+from quicksilver.records.identity import EnvironmentEntry, Identity, foreign_sources
 from quicksilver.records.store import Store, read_object
 from quicksilver.runs.config import RunConfig
 from quicksilver.runs.parts import build_measurements, build_modules, is_on, measurement_class, module_class, named_class

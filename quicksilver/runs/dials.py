@@ -21,7 +21,7 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from quicksilver.files import write_atomically
-from quicksilver.records.description import Ledger
+from quicksilver.records.identity import Ledger
 from quicksilver.records.record import Record
 from quicksilver.records.stats import paired_records
 from quicksilver.records.store import Store

@@ -27,7 +27,7 @@ from quicksilver.measure.measurement import encoded
 from quicksilver.models import parallel
 from quicksilver.records import archive
 from quicksilver.records.blocks import Blocks, SupersededError
-from quicksilver.records.description import CalibrationEntry, Confirmed, DataEntry, DenseTotals, ModelEntry
+from quicksilver.records.identity import CalibrationEntry, Confirmed, DataEntry, DenseTotals, ModelEntry
 from quicksilver.records.lease import host_name
 from quicksilver.records.record import CALIBRATIONS, CHECKSUM, EVENTS, SCHEMA_VERSION, TRACE, WINDOWS, Record, check_files
 from quicksilver.records.store import Draft, Store

@@ -20,7 +20,7 @@ from quicksilver.fitting.schedules import saved_pct, work_saved_pct
 from quicksilver.models.loading import EMBEDDED
 from quicksilver.modules import Halting
 from quicksilver.modules.staged_halting import Schedule
-from quicksilver.records.description import ModelEntry
+from quicksilver.records.identity import ModelEntry
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.runs.config import compose
 from quicksilver.runs.parts import build_modules

@@ -21,7 +21,7 @@ from quicksilver.measure.memory import MemoryResult
 from quicksilver.measure.quality import NullResult
 from quicksilver.modules.controls import Replay
 from quicksilver.modules.halting import Halting
-from quicksilver.records.description import Execution, ProtocolName
+from quicksilver.records.identity import Execution, ProtocolName
 from quicksilver.records.record import load_record, record_frame
 from quicksilver.records.stats import paired_records
 from quicksilver.records.store import Store

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from quicksilver.cli.arguments import Command, key
 from quicksilver.cli.main import say
 from quicksilver.cli.progress import progress_bar, width
-from quicksilver.records.description import Ledger
+from quicksilver.records.identity import Ledger
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.options import Count, InnerShare, Positive, check_positive
 

@@ -47,7 +47,12 @@ class Command(Options):
     overrides: list[str] = field(init=False, default_factory=list)
 
     def main(self) -> int:
-        """Do it; returns the exit code."""
+        """Do it; returns the exit code.
+
+        Raises:
+            ConfigError: what is asked for makes no sense: something that is not there, or that is refused.
+            QuickSilverError: a run failed, or something cannot be had.
+        """
         raise NotImplementedError
 
     @classmethod

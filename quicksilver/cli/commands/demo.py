@@ -49,11 +49,7 @@ class Demo(Command):
     svg: str | None = key("FILE", "write it as a picture too")
 
     def main(self) -> int:
-        """Run both ways and print them.
-
-        Raises:
-            ConfigError: no embedded model of that name, a share that cannot be saved, a text that is too short or too long.
-        """
+        """Run both ways and print them."""
         from rich._export_format import CONSOLE_SVG_FORMAT
         from rich.console import Console
 

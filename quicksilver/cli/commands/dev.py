@@ -33,11 +33,7 @@ class Keep(ResultsFolder):
     """
 
     def main(self) -> int:
-        """Copy the records.
-
-        Raises:
-            ConfigError: nothing was written yet, or a record that is named is not there.
-        """
+        """Copy the records."""
         from quicksilver.files import write_files
         from quicksilver.records.keeping import commit_records
         from quicksilver.records.store import KEPT, Store
@@ -127,11 +123,7 @@ class Readme(ResultsFolder):
     """
 
     def main(self) -> int:
-        """Rewrite what stands between the markers.
-
-        Raises:
-            ConfigError: no README there, or something marked that was not written yet.
-        """
+        """Rewrite what stands between the markers."""
         from quicksilver.report.reproduction import fill_readme
 
         for page in ("README.md", "results/findings.md"):
@@ -158,11 +150,7 @@ class Benchmark(Command):
     scaling: str = key("OPTIONS", "in the same way", "")
 
     def main(self) -> int:
-        """Run scripts/benchmark.py; returns its exit code.
-
-        Raises:
-            ConfigError: a part that there is not, or no clone.
-        """
+        """Run scripts/benchmark.py; returns its exit code."""
         if self.only is not None and (not self.only or set(self.only) - set(PARTS)):
             unknown = next((part for part in self.only if part not in PARTS), "[]")
             raise ConfigError(f"only={unknown}: there is no such part. Parts: {', '.join(PARTS)}.")
@@ -194,11 +182,7 @@ class Completion(Command):
     takes = "all"
 
     def main(self) -> int:
-        """Print the script of a shell, or the candidates of a line.
-
-        Raises:
-            ConfigError: another shell.
-        """
+        """Print the script of a shell, or the candidates of a line."""
         from quicksilver.cli.completion import SCRIPTS, candidates
 
         words = self.overrides

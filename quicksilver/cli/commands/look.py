@@ -42,11 +42,7 @@ class List(ResultsFolder):
         return [] if given else [*KINDS]
 
     def main(self) -> int:
-        """Print the list; returns 1 where a run of the sweep that is asked for failed.
-
-        Raises:
-            ConfigError: words that are no kind, or no such sweep.
-        """
+        """Print the list; returns 1 where a run of the sweep that is asked for failed."""
         if self.names[:1] == ["sweep"] and len(self.names) <= 2:
             return self._sweeps()
         if unknown := [word for word in self.names if word not in KINDS[:-1]]:
@@ -111,11 +107,7 @@ class Show(ResultsFolder):
     most_names: ClassVar[int] = 1
 
     def main(self) -> int:
-        """Print its summary, its files and its page.
-
-        Raises:
-            ConfigError: no such record, or several.
-        """
+        """Print its summary, its files and its page."""
         from quicksilver.cli.progress import summary
         from quicksilver.records.store import Store
 
@@ -147,11 +139,7 @@ class Report(ResultsFolder):
     """
 
     def main(self) -> int:
-        """Write the site; say what is missing in it, and return 1 then.
-
-        Raises:
-            ConfigError: nothing was written yet, or a library is not installed.
-        """
+        """Write the site; say what is missing in it, and return 1 then."""
         with needing("The report", "report,plots"):
             from quicksilver.report.site.collection import describe
             from quicksilver.report.site.pages import make

@@ -217,11 +217,7 @@ class New(Command):
         return [] if given else [*FILES]
 
     def main(self) -> int:
-        """Write the files and say what to type next.
-
-        Raises:
-            ConfigError: no such kind, a name that is no Python name, or a file that is there already.
-        """
+        """Write the files and say what to type next."""
         kind, name = (*self.names, "", "")[:2]
         if kind not in FILES or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
             asked = " ".join(self.names) or "nothing"

@@ -73,10 +73,6 @@ class Reproduce(MakesRuns):
         """Run what is missing for one artefact or for all, then print and write one after another. With `plan` nothing is run.
 
         Of all, what fails is named at the end, and the others are built; returns 1 then.
-
-        Raises:
-            ConfigError: overrides that no run could have, more than an hour of runs without `yes`.
-            QuickSilverError: the model or the text of the overrides cannot be had.
         """
         only, overrides = self._wanted(), self.overrides
         base = base_config(overrides)
@@ -160,12 +156,7 @@ class Claims(Command):
     takes = "run"
 
     def main(self) -> int:
-        """Print and write the claims ledger.
-
-        Raises:
-            ConfigError: overrides that no run could have; an experiment that answers a claim or names a row that is not there.
-            QuickSilverError: the model or the text of the overrides cannot be had.
-        """
+        """Print and write the claims ledger."""
         from quicksilver.report.claims.ledger import Source, ledger
         from quicksilver.runs.run import store_of
 

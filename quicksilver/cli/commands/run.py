@@ -42,12 +42,7 @@ class Run(SweepOptions):
     own_help: ClassVar[bool] = True  # Hydra's: it lists the choices
 
     def main(self) -> int:
-        """Make one record or those of a sweep, or let Hydra answer.
-
-        Raises:
-            ConfigError: a config that cannot be run.
-            QuickSilverError: a run that failed.
-        """
+        """Make one record or those of a sweep, or let Hydra answer."""
         given = _options(self.overrides)
         given.overrides = overrides = quoted(given.overrides)
         extra_dirs = [*([Path(given.config_dir).absolute()] if given.config_dir else []), *_searched(overrides)]
@@ -95,11 +90,7 @@ class LmEval(Command):
     own_help: ClassVar[bool] = True  # lm-eval's, of each of its commands
 
     def main(self) -> int:
-        """Hand the words to lm-eval.
-
-        Raises:
-            ConfigError: lm-eval is not installed, or what the model refuses.
-        """
+        """Hand the words to lm-eval."""
         words = self.overrides
         if words in (["-h"], ["--help"], []):
             print(help_of("lm_eval"))

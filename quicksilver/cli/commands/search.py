@@ -62,11 +62,7 @@ class Budget(Command):
     output: str | None = key("FILE", "a yaml that gets what was found and compared, beside what it has of other models and dials")
 
     def main(self) -> int:
-        """Search, freeze and report; returns 1 where one of several budgets cannot be met.
-
-        Raises:
-            ConfigError: a single budget that cannot be met.
-        """
+        """Search, freeze and report; returns 1 where one of several budgets cannot be met."""
         if not self.save and not self.cost:
             from quicksilver.cli.commands.look import listed
 
@@ -145,11 +141,7 @@ class Calibrate(Command):
     output: str | None = key("FOLDER", "default: results_dir/calibration")
 
     def main(self) -> int:
-        """Measure, or find what was measured, and print the file.
-
-        Raises:
-            ConfigError: a model, text or value that cannot be had.
-        """
+        """Measure, or find what was measured, and print the file."""
         from quicksilver.modules.calibration import SIGNALS, calibrated, calibration_path
         from quicksilver.modules.signals import AttentionReceived
         from quicksilver.runs.config import compose
@@ -217,11 +209,7 @@ class Fit(Command):
     output: str | None = key("FOLDER", "default: results_dir/translators")
 
     def main(self) -> int:
-        """Fit, write, and name the files.
-
-        Raises:
-            ConfigError: a model, text or value that cannot be had; too little text.
-        """
+        """Fit, write, and name the files."""
         from quicksilver.runs.config import compose
 
         written = self.fit(compose(self.overrides))
@@ -302,11 +290,7 @@ class Schedule(Command):
     output: str | None = key("FILE", "default: results_dir/translators/MODEL.schedules.yaml")
 
     def main(self) -> int:
-        """Search and write.
-
-        Raises:
-            ConfigError: nothing asked for, a budget that no schedule reaches, a translator of another model.
-        """
+        """Search and write."""
         if not self.save or not self.translators:
             asked = "quicksilver schedule save=[0.4,0.5] translators=[FILE] (of `quicksilver fit`)"
             raise ConfigError(f"Give budgets and translators: {asked}.")

@@ -110,8 +110,8 @@ def frame(outcomes: Sequence[Outcome], sweeps: Sequence[Sweep]) -> pd.DataFrame:
         against: list[dict[str, float]] = []
         for one in outcomes:
             ours, base = one.record, base_record(outcomes, next(each for each in sweeps if each.experiment == one.row.panel))
-            other = ours and base and ours.fingerprint != base.fingerprint
-            against.append(interval("base_delta_ppl", paired_records(ours, base)) if ours and base and other else {})
+            pair = (ours, base) if ours and base and ours.fingerprint != base.fingerprint else None
+            against.append(interval("base_delta_ppl", paired_records(*pair)) if pair else {})
         rows = rows.join(pd.DataFrame(against, index=rows.index, columns=comparison.with_interval("base_delta_ppl"), dtype=float))
     rows["front"] = False
     for sweep in sweeps:

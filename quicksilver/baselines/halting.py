@@ -157,22 +157,16 @@ class PromptPruning(HaltingPolicy):
             setattr(self, name, tuple(check_number(f"{name}[{i}]", value, 0.0, 1.0) for i, value in enumerate(values)))
         self._kept_shares: tuple[float, ...] = self.kept  # type: ignore[assignment]  # a tuple by now
         if len(self.layers) != len(self._kept_shares):
-            raise ConfigError(
-                f"layers has {len(self.layers)} numbers and kept {len(self._kept_shares)}: give one share for each layer."
-            )
+            raise ConfigError(f"layers has {len(self.layers)} numbers and kept {len(self._kept_shares)}: give one share each.")
         if list(self.layers) != sorted(self.layers) or list(self._kept_shares) != sorted(self._kept_shares, reverse=True):
-            raise ConfigError(
-                f"layers={list(self.layers)} must rise and kept={list(self._kept_shares)} must fall: what was dropped stays dropped."
-            )
+            raise ConfigError(f"layers={list(self.layers)} must rise and kept={list(self._kept_shares)} must fall.")
         self._attention = AttentionReceived(last_queries=1)
 
     def bind(self, architecture: Architecture) -> None:
         super().bind(architecture)
         at = [layer_after(fraction, architecture.n_layers) for fraction in self.layers]
         if len(set(at)) < len(at):
-            raise ConfigError(
-                f"layers={list(self.layers)} are layers {at} of {architecture.n_layers}: give fractions that are layers of their own."
-            )
+            raise ConfigError(f"layers={list(self.layers)} are layers {at} of {architecture.n_layers}: give layers of their own.")
         self._kept = dict(zip(at, self._kept_shares, strict=True))
 
     def acts_at(self, layer: int) -> bool:

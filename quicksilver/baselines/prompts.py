@@ -85,11 +85,8 @@ class PromptTruncation(Transform):
         return replace(self, which="random", seed=seed)
 
     def kept(self, valid: torch.Tensor, input_ids: torch.Tensor | None) -> torch.Tensor:
-        """Which tokens of a prompt stay: valid (B, N) bool, ids (B, N) long or None -> (B, N) bool.
-
-        Raises:
-            ConfigError: `keep` is a number of tokens that no row has.
-        """
+        """Which tokens of a prompt stay: valid (B, N) bool, ids (B, N) long or None -> (B, N) bool. Raises ConfigError: `keep` is
+        a number of tokens that no row has."""
         n, slots = valid.sum(1, keepdim=True), valid.long().cumsum(1) - 1
         if isinstance(self.keep, int):
             if int(n.max()) < self.keep:
@@ -145,9 +142,7 @@ class _Cut:
         if mask is None:
             return torch.ones(shape[0], shape[1] - first, dtype=torch.bool, device=tokens.device)
         if tuple(mask.shape) != shape:
-            raise ConfigError(
-                f"attention_mask of shape {tuple(mask.shape)}: prompt truncation needs a padding mask of all tokens, {shape}."
-            )
+            raise ConfigError(f"attention_mask of shape {tuple(mask.shape)}: truncation needs a padding mask, {shape}.")
         return mask[:, first:].bool()
 
     def _shorten(self, call: dict[str, Any], valid: torch.Tensor) -> None:

@@ -88,10 +88,7 @@ class FittedPrediction(PresetHalting, Fitted):
 
 def static_schedule(architecture: Architecture, save: float, prompt_tokens: int = 448, protect_last: int = 32) -> Schedule:
     """All tokens but the first 4 and the last few stop before the deepest layer at which that saves the share `save` of a prompt.
-
-    Raises:
-        ConfigError: none does.
-    """
+    Raises ConfigError: none does."""
     for layer in range(architecture.n_layers - 2, 1, -1):
         schedule = Schedule(1, 0.0, layer, 4, protect_last)
         if saved_pct(architecture, schedule, prompt_tokens) >= 100 * save:
@@ -196,9 +193,7 @@ class OracleExit(TokenPolicy, Fitted):
         wanted = {layer: share_that_saves(arch, layer, self.save, windows.shape[1]) for layer in candidates}
         shares = {layer: share for layer, share in wanted.items() if share is not None}
         if not shares:
-            raise ConfigError(
-                f"save={self.save:g}: not even all tokens leaving before layer {candidates[0]} saves so much: ask less."
-            )
+            raise ConfigError(f"save={self.save:g}: not even all tokens leaving before layer {candidates[0]} save it: ask less.")
         heads = {layer: torch.zeros(1 + arch.width, arch.width) for layer in shares}
         if self.head == "fitted":
             heads = _exit_heads(arch, windows, list(shares), batch_size, self.protect_first)

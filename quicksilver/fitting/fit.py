@@ -80,9 +80,7 @@ def fit_text(
     for name, text in texts.items():
         kept = without_overlap(text.text, evaluation)
         if not kept.text.strip():
-            raise ConfigError(
-                f"Nothing of {name} is left: all paragraphs share 13 words with an evaluation text. Give other text."
-            )
+            raise ConfigError(f"Nothing of {name} is left: all of it shares 13 words with an evaluation text. Give other text.")
         every = encode(kept.text, tokenizer, window_tokens).ids
         parts[name] = every[HALVES.index(half) :: 2]
         if not len(parts[name]):
@@ -139,9 +137,7 @@ class Sums:
         """
         rows = len(self.xx)
         if tokens < (least := TOKENS_PER_COEFFICIENT * rows):
-            raise ConfigError(
-                f"{tokens} tokens are too few to fit {rows} coefficients a column: give at least {least} tokens, ten for each."
-            )
+            raise ConfigError(f"{tokens} tokens are too few to fit {rows} coefficients a column: give at least {least}.")
         if not bool(torch.isfinite(self.xx).all() and torch.isfinite(self.xy).all()):
             raise ConfigError(f"The states {states} are not all finite: fit with model.dtype=float32.")
         penalty = ridge * self.xx.diagonal().mean() * torch.eye(rows, dtype=torch.float64)
@@ -223,7 +219,7 @@ def fit_translators(
         values = torch.linalg.eigvalsh(one.xx)
         if (rank := int((values > 1e-7 * values[-1]).sum())) < arch.width // 2:
             raise ConfigError(
-                f"The text spans {rank} of {1 + arch.width} directions of the states entering layer {layer}: it repeats itself. Give other text."
+                f"The text spans {rank} of {1 + arch.width} directions of layer {layer}: it repeats itself. Give other text."
             )
         if control == "mean":
             weight = torch.zeros_like(weight)

@@ -151,7 +151,7 @@ class GateRecipe:
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1 or not self.learning_rate > 0:
             raise ConfigError(
-                f"steps={self.steps}, batch_size={self.batch_size}, learning_rate={self.learning_rate}: give positive ones."
+                f"steps={self.steps}, batch_size={self.batch_size}, learning_rate={self.learning_rate}: give above 0."
             )
         if not 0 < self.saves_pct < 100:
             raise ConfigError(f"saves_pct={self.saves_pct} must lie between 0 and 100.")
@@ -399,11 +399,8 @@ class _Trainer:
 def at_budget(
     architecture: Architecture, gates: TrainedGates, ids: torch.Tensor, recipe: GateRecipe, *, tries: int = 7
 ) -> tuple[TrainedGates, float]:
-    """Gates with one number added to the biases of those that drop, so that prompts of `ids` (W, N) meet the budget; and what they save.
-
-    Raises:
-        ConfigError: no such number between −6 and 6 comes within 2% of the budget.
-    """
+    """Gates with one number added to the biases of those that drop, so that prompts of `ids` (W, N) meet the budget; and what
+    they save. Raises ConfigError: no such number between −6 and 6 comes within 2% of the budget."""
     best = _nearest(architecture, gates, ids, recipe, tries)
     if abs(best[1] - recipe.saves_pct) > 2:
         raise ConfigError(f"These gates save {best[1]:.1f}% at the nearest, not {recipe.saves_pct:g}%: train for more steps.")
@@ -413,11 +410,8 @@ def at_budget(
 def choose(
     architecture: Architecture, candidates: Mapping[str, TrainedGates], ids: torch.Tensor, recipe: GateRecipe, *, tries: int = 7
 ) -> ChosenGates:
-    """The candidate with least KL to the dense model on ids (W, N), each at the budget; a third of the windows says what that takes.
-
-    Raises:
-        ConfigError: the budget is met by none.
-    """
+    """The candidate with least KL to the dense model on ids (W, N), each at the budget; a third of the windows says what that
+    takes. Raises ConfigError: the budget is met by none."""
     found: dict[str, tuple[TrainedGates, float, float]] = {}
     refused: list[ConfigError] = []
     judge = KLToDense(architecture, ids, recipe.prompt_tokens, 1, torch.float32)
@@ -478,11 +472,8 @@ To make them again:
 
 
 def card(folder: Path, model: str) -> str:
-    """What the gates in a folder are, for people: Markdown, from what the files say of themselves.
-
-    Raises:
-        ConfigError: a file that holds no gates, or gates that this module did not train.
-    """
+    """What the gates in a folder are, for people: Markdown, from what the files say of themselves. Raises ConfigError: a file
+    that holds no gates, or gates that this module did not train."""
     rows, commands = [], []
     for path in sorted(folder.glob("[!.]*.safetensors")):
         gates = TrainedGates.load(path)

@@ -152,9 +152,7 @@ def search(
             progress(found[-1])
     if not found:
         layers = ", ".join(str(translator.source_layer) for translator in translators)
-        raise ConfigError(
-            f"No schedule with a translator from layer {layers} saves {save:g}: ask less, or fit from an earlier layer."
-        )
+        raise ConfigError(f"No schedule with a translator from layer {layers} saves {save:g}: ask less, or fit an earlier layer.")
     return sorted(found, key=lambda candidate: candidate.kl_nats)
 
 
@@ -186,7 +184,7 @@ def distill(
     """
     if steps < 1 or ids.shape[1] <= prompt_tokens + 1:
         raise ConfigError(
-            f"steps={steps}, windows of {ids.shape[1]} tokens: give a step or more and windows longer than {prompt_tokens + 1}."
+            f"steps={steps}, windows of {ids.shape[1]} tokens: give steps and windows longer than {prompt_tokens + 1}."
         )
     wrong = [str(schedule) for schedule in schedules if schedule.predict_before != translator.source_layer]
     if wrong or not schedules:

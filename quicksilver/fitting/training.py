@@ -56,9 +56,7 @@ def descend(
         loss = loss_of(step)
         if not bool(torch.isfinite(loss)):
             kept = f" The last good state is {file.path}." if file is not None and file.path and file.path.is_file() else ""
-            raise QuickSilverError(
-                f"The loss of step {step} is not finite: give a smaller learning rate than {rate(step):.3g}.{kept}"
-            )
+            raise QuickSilverError(f"The loss of step {step} is not finite: give a learning rate below {rate(step):.3g}.{kept}")
         loss.backward()
         if clipped:
             torch.nn.utils.clip_grad_norm_(clipped, 5.0)
@@ -114,9 +112,7 @@ def read_training(path: Path) -> dict[str, Any]:
         raise ConfigError(f"There is no checkpoint {path}: train it first, python scripts/train_halting.py.") from None
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(
-            f"{path} cannot be read ({reason}): remove it, and train again: python scripts/train_halting.py."
-        ) from error
+        raise ConfigError(f"{path} cannot be read ({reason}): remove it and train again, scripts/train_halting.py.") from error
 
 
 def _without_tensors(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:

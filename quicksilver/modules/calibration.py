@@ -60,17 +60,12 @@ class Calibration(FittedFile):
     remedy = "run `quicksilver calibrate model=MODEL text=FILE` and give its file as calibration=FILE, or give a number"
 
     def thresholds(self, key: str, percentile: float) -> list[float]:
-        """The percentile in each layer, length L, interpolated between grid points; 0 where nothing was measured.
-
-        Raises:
-            ConfigError: a percentile outside the grid, or a signal that was not measured.
-        """
+        """The percentile in each layer, length L, interpolated between grid points; 0 where nothing was measured. Raises
+        ConfigError: a percentile outside the grid, or a signal that was not measured."""
         if not self.grid[0] <= percentile <= self.grid[-1]:
             raise ConfigError(f"Percentile p{percentile:g} is outside the calibrated p{self.grid[0]:g} to p{self.grid[-1]:g}.")
         if key not in self.percentiles:
-            raise ConfigError(
-                f"The calibration has {', '.join(sorted(self.percentiles))}, not {key!r}: calibrate again with that signal."
-            )
+            raise ConfigError(f"The calibration has {', '.join(sorted(self.percentiles))}, not {key!r}: calibrate with it.")
         return [0.0 if row is None else float(np.interp(percentile, self.grid, row)) for row in self.percentiles[key]]
 
     @property
@@ -93,9 +88,7 @@ class Calibration(FittedFile):
 
     def __post_init__(self) -> None:
         if not isinstance(self.n_layers, int) or not isinstance(self.provenance, dict):
-            raise ConfigError(
-                f"n_layers={self.n_layers!r} and provenance={type(self.provenance).__name__}, not a whole number and an object"
-            )
+            raise ConfigError(f"n_layers={self.n_layers!r} is no whole number, or its provenance no object")
         if not self.grid or list(self.grid) != sorted({check_number("grid", p, 0.0, 100.0) for p in self.grid}):
             raise ConfigError(f"its grid {list(self.grid)!r} is not ascending")
         for key, rows in self.percentiles.items():
@@ -166,9 +159,7 @@ def check_thresholds(name: str, value: float | Sequence[float] | str, low: float
         for layer, v in enumerate(value):
             check_number(f"{name}[{layer}]", v, low, high)
     elif isinstance(value, str | bytes):
-        raise ConfigError(
-            f"{name}={value!r} is not a number; give one, a list with one per layer, or a percentile such as 'p25'."
-        )
+        raise ConfigError(f"{name}={value!r} is not a number; give one, a list with one per layer, or 'p25'.")
     else:
         check_number(name, value, low, high)
 
@@ -193,9 +184,7 @@ def resolve_thresholds(
         if not isinstance(value, Sequence):
             return [float(value)] * n_layers
         if len(value) != n_layers:
-            raise ConfigError(
-                f"{name} has {len(value)} values and the model {n_layers} layers: give one per layer, or one number."
-            )
+            raise ConfigError(f"{name} has {len(value)} values and the model {n_layers} layers: give one per layer.")
         return [float(v) for v in value]
     if calibration is None:
         calibration = shipped_calibration(model_digest(architecture.model))
@@ -316,10 +305,7 @@ def calibrated(
     **options: Any,
 ) -> Calibration:
     """The calibration of this model, windows and signals: the one in `folder` if it was made before, else made and kept there.
-
-    Args:
-        options: further ones of `calibrate`; they do not change what is measured.
-    """
+    options: further ones of `calibrate`; they do not change what is measured."""
     path = calibration_path(folder, model, windows, signals, grid)
     if path.exists():
         return Calibration.load(path)

@@ -162,10 +162,7 @@ def weight_of(linear: nn.Module) -> torch.Tensor:
 
 def principal_components(architecture: Architecture, run: Callable[[], None]) -> torch.Tensor:
     """The rotation to the principal components of the normalised states that maps read, (D, D) float64, greatest variance first.
-
-    Args:
-        run: passes the model over calibration text.
-    """
+    run: passes the model over calibration text."""
     width, device = architecture.width, weight_of(architecture.output_head).device
     covariance = torch.zeros(width, width, dtype=torch.float64, device=device)
 

@@ -155,7 +155,7 @@ class WordClassHalting(HaltingPolicy):
         for name in _WORD_IDS:
             if sets := self._sets(name):
                 raise ConfigError(
-                    f"{name} names {sets[0]}: give ids, token_set({sets[0]!r}, tokenizer) of quicksilver.data.annotation."
+                    f"{name} names {sets[0]}: give ids, quicksilver.data.annotation.token_set({sets[0]!r}, tokenizer)."
                 )
             ids = list(getattr(self, name))
             check_known_ids(name, ids, architecture.vocab_size)
@@ -372,9 +372,7 @@ def shuffled(trace: Trace, seed: int, protect_first: int = 4, protect_last: int 
     passes = []
     for p in (p.cpu() for p in trace.passes):
         if p.merges:
-            raise ConfigError(
-                "A trace of K/V merged while decoding cannot be shuffled: give decode_every=0, or criterion='random' as null."
-            )
+            raise ConfigError("K/V merged while decoding cannot be shuffled: give decode_every=0, or criterion='random' as null.")
         if p.evictions:
             raise ConfigError("A trace with K/V entries evicted cannot be shuffled: compare with a module that evicts at random.")
         nth = p.valid.long().cumsum(1)  # 1 = the row's first token of this pass
@@ -466,9 +464,7 @@ def perfect_exit(
     check_choice("missing_kv", missing_kv, MISSING_KV)
     pass_tokens = [input_ids.shape[1]] if pass_tokens is None else list(pass_tokens)
     if sum(pass_tokens) != input_ids.shape[1]:
-        raise ConfigError(
-            f"pass_tokens={pass_tokens} add up to {sum(pass_tokens)}, and the input has {input_ids.shape[1]} columns."
-        )
+        raise ConfigError(f"pass_tokens={pass_tokens} add up to {sum(pass_tokens)}, for {input_ids.shape[1]} columns.")
     lens = _LensPrediction()
     with apply(model, [lens]) as run:
         final = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits.argmax(-1)

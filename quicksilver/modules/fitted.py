@@ -57,9 +57,7 @@ def model_digest(model: PreTrainedModel) -> str:
 def check_weights(what: str, digest: str | None, architecture: Architecture, remedy: str) -> None:
     """Raises ConfigError where `digest`, of the weights that something was fitted to, is not that of the model."""
     if digest != (found := model_digest(architecture.model)):
-        raise ConfigError(
-            f"{what} was fitted to other weights (digest {str(digest)[:12]}…, this model's is {found[:12]}…): {remedy}."
-        )
+        raise ConfigError(f"{what} was fitted to other weights (digest {str(digest)[:12]}…, here {found[:12]}…): {remedy}.")
 
 
 @dataclass(frozen=True)
@@ -249,9 +247,7 @@ class Translator(FittedFile):
     def __post_init__(self) -> None:
         shape = self.shape
         if not 0 <= self.source_layer < shape.n_layers - 1:
-            raise ConfigError(
-                f"source_layer={self.source_layer} has no later layer to predict for: give one from 0 to {shape.n_layers - 2}."
-            )
+            raise ConfigError(f"source_layer={self.source_layer} has no later layer: give one from 0 to {shape.n_layers - 2}.")
         self.check_tensors({"weight": (1 + shape.width, self.n_predicted, 2, shape.n_kv_heads, shape.head_dim)})
 
     def model_facts(self) -> dict[str, object]:

@@ -205,18 +205,14 @@ def check_anchors(name: str, value: object) -> tuple[tuple[int, ...], ...]:
 def _counts(value: Any, rare_below: int) -> torch.Tensor | None:
     """(V,) long."""
     if (value is None) != (rare_below == 0):
-        raise ConfigError(
-            f"rare_below={rare_below} and token_counts={'null' if value is None else 'given'}: rare tokens need both."
-        )
+        raise ConfigError(f"rare_below={rare_below} and token_counts={'null' if value is None else 'given'}: give both.")
     if value is None:
         return None
     if isinstance(value, (str, Path)):
         try:
             value = read_json(Path(value))
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"token_counts={str(value)!r} cannot be read ({error}): give a JSON list of counts, one an id."
-            ) from None
+            raise ConfigError(f"token_counts={str(value)!r} cannot be read ({error}): give a JSON list of counts.") from None
     counts = value if isinstance(value, torch.Tensor) else torch.tensor(check_token_ids("token_counts", value))
     if counts.dim() != 1:
         raise ConfigError(f"token_counts has shape {tuple(counts.shape)}: give one count per token id, (V,).")
@@ -334,7 +330,7 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
                 raise ConfigError("rule='threshold' needs tau_fuse: a number, one per layer, or a percentile such as 'p15'.")
             if self.criterion not in DISTANCES and is_percentile(self.tau_fuse):
                 raise ConfigError(
-                    f"criterion={self.criterion!r} is no distance, of which tau_fuse={self.tau_fuse!r} is: give a number, or rule='capacity'."
+                    f"criterion={self.criterion!r} has no percentile tau_fuse={self.tau_fuse!r}: give a number, or rule='capacity'."
                 )
         if self.tau_attention is not None and (self.rule == "capacity" or self.criterion not in DISTANCES):
             raise ConfigError(
@@ -342,9 +338,7 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
                 f"rule={self.rule!r} and criterion={self.criterion!r}: give rule='threshold' and a distance, or leave it out."
             )
         if self.max_group is not None and self.rule == "capacity" and self.fused_share > 1 - 1 / self.max_group:
-            raise ConfigError(
-                f"fused_share={self.fused_share!r} cannot be reached in groups of at most max_group={self.max_group}: fuse less."
-            )
+            raise ConfigError(f"fused_share={self.fused_share!r} cannot be reached with max_group={self.max_group}: fuse less.")
 
     @property
     def priority(self) -> int:  # type: ignore[override]
@@ -387,9 +381,7 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
         first = layer_after(self.start, n_layers)
         self.layers = tuple(range(first, n_layers - 1, self.every)) if self.every else (first,)
         if first >= n_layers - 1:
-            raise ConfigError(
-                f"start={self.start!r} leaves no layer to fuse in: the model has {n_layers} layers. Give a smaller fraction."
-            )
+            raise ConfigError(f"start={self.start!r} leaves none of {n_layers} layers to fuse in: give a smaller fraction.")
         self._architecture = architecture
         self._tau_fuse = self.resolved("tau_fuse", architecture, self._distance.key) if self.rule == "threshold" else None
         self._tau_context = self.resolved("tau_context", architecture, self._context.key)
@@ -437,7 +429,7 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
         if self._counts is not None:
             if len(self._counts) < self._architecture.vocab_size:
                 raise ConfigError(
-                    f"token_counts has {len(self._counts)} numbers and the vocabulary {self._architecture.vocab_size} tokens: give one per id."
+                    f"token_counts has {len(self._counts)} numbers for {self._architecture.vocab_size} tokens: give one each."
                 )
             exempt |= self._counts.to(view.input_ids.device)[view.input_ids] < self.rare_below
         return exempt
@@ -445,7 +437,7 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
     def _check_group(self, view: LayerView) -> None:
         if self.max_group is not None and view.is_prompt and self.max_group > (longest := int(view.n_tokens.max())):
             raise ConfigError(
-                f"max_group={self.max_group} is larger than the prompt of {longest} tokens: give at most {longest}, or null."
+                f"max_group={self.max_group} is larger than the prompt of {longest} tokens: give at most {longest}."
             )
 
     def _distances(

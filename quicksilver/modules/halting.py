@@ -233,9 +233,7 @@ class Halting(HaltingPolicy, Calibrated):
                 setattr(self, name, value)
         super().__post_init__()
         if self.rule == "threshold" and self.tau_drift is None and self.tau_entropy is None:
-            raise ConfigError(
-                "rule='threshold' needs tau_drift or tau_entropy: a number, one per layer, or a percentile such as 'p25'."
-            )
+            raise ConfigError("rule='threshold' needs tau_drift or tau_entropy: numbers, or a percentile such as 'p25'.")
         self._drift = Drift(self.drift)
         self._entropy: Signal = Entropy(self.entropy)
         self._signal: Signal = make_signal(self.signal, kind=self.drift, of=self.entropy)

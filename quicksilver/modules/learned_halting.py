@@ -56,7 +56,7 @@ class TrainedGates(FittedFile):
         layers = list(self.layers)
         if not layers or layers != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < self.n_layers - 1:
             raise ConfigError(
-                f"Gates after layers {layers} of {self.n_layers}: give layers in ascending order, from 0 to {self.n_layers - 2}."
+                f"Gates after layers {layers} of {self.n_layers}: give ascending ones, from 0 to {self.n_layers - 2}."
             )
         if unknown := sorted(set(self.predicts) - set(self.layers)):
             raise ConfigError(f"predicts={list(self.predicts)}: no gate stands after layer {unknown[0]}; there are {layers}.")
@@ -119,7 +119,7 @@ class LearnedHalting(HaltingPolicy):
             self.missing_kv = found.missing_kv
         if len(self._thresholds) not in (1, len(found.layers)):
             raise ConfigError(
-                f"threshold has {len(self._thresholds)} numbers for gates after {len(found.layers)} layers: give one, or as many."
+                f"threshold has {len(self._thresholds)} numbers, and there are {len(found.layers)} gates: give one or as many."
             )
         predicts = found.predicts if self._seen is None else ()
         each = self._thresholds * (len(found.layers) if len(self._thresholds) == 1 else 1)
@@ -133,9 +133,7 @@ class LearnedHalting(HaltingPolicy):
             layer for layer in found.layers if layer > (min(self.last_layer, last) if layer in predicts else self.last_layer)
         ]
         if beyond:
-            raise ConfigError(
-                f"Gates after layers {beyond} save nothing with resume_layers={self.resume_layers}: resume fewer layers."
-            )
+            raise ConfigError(f"Gates after layers {beyond} save nothing with resume_layers={self.resume_layers}: resume fewer.")
 
     def _found(self, architecture: Architecture) -> TrainedGates:
         if self._gates is not None:
@@ -177,11 +175,8 @@ def _files(source: str, model_folder: Path | None = None) -> list[Path]:
 
 
 def gate_files(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:
-    """The files that decide what a module with these arguments halts, and what later layers see of it; none where it has no gates.
-
-    Raises:
-        ConfigError: a file that cannot be read as gates.
-    """
+    """The files that decide what a module with these arguments halts, and what later layers see of it; none where it has no
+    gates. Raises ConfigError: a file that cannot be read as gates."""
     source = entry.get("gates")
     if not isinstance(source, str | Path):
         return []

@@ -111,14 +111,10 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
 
     def _check_thresholds(self) -> None:
         if self.normalisation != "none" and self.unit != "nats":
-            raise ConfigError(
-                f"unit={self.unit!r} has no effect with normalisation={self.normalisation!r}: thresholds are shares then."
-            )
+            raise ConfigError(f"unit={self.unit!r} has no effect with normalisation={self.normalisation!r}: they are shares.")
         for name, tau in (("tau_low", self.tau_low), ("tau_high", self.tau_high)):
             if is_percentile(tau) and self.normalisation == "minmax":
-                raise ConfigError(
-                    f"{name}={tau!r}: normalisation='minmax' scales each batch anew, so that percentiles say nothing: give a number."
-                )
+                raise ConfigError(f"{name}={tau!r}: normalisation='minmax' scales each batch anew: give a number.")
         if not any(isinstance(tau, (str, Sequence)) for tau in (self.tau_low, self.tau_high)):
             _in_order([self.tau_low], [self.tau_high])  # type: ignore[list-item]
 
@@ -159,9 +155,7 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
         check_known_ids("protected_ids", self.protected_ids, architecture.vocab_size)
         self.first_layer = layer_after(self.depth, n_layers)
         if self.first_layer >= n_layers - 1:
-            raise ConfigError(
-                f"depth={self.depth!r} leaves no layer to hold tokens in: the model has {n_layers} layers. Give a smaller fraction."
-            )
+            raise ConfigError(f"depth={self.depth!r} leaves no layer of {n_layers} to hold tokens in: give a smaller fraction.")
         self._executor.forget()
         if self.rule != "entropy":
             return

@@ -183,11 +183,8 @@ def _out_of_order(i: int, one: Stage, two: Stage) -> ConfigError:
 
 
 def layers_of(stages: Sequence[Stage], n_layers: int, resume_layers: int) -> list[int]:
-    """For each stage the first layer that its tokens do not go through, in a model of `n_layers`.
-
-    Raises:
-        ConfigError: a stage that leaves no layer to save, two stages of one layer or out of order in this model.
-    """
+    """For each stage the first layer that its tokens do not go through, in a model of `n_layers`. Raises ConfigError: a stage
+    that leaves no layer to save, two stages of one layer or out of order in this model."""
     last = n_layers - 1 - resume_layers
     layers = [stage.layer(n_layers) for stage in stages]
     for i, (stage, layer) in enumerate(zip(stages, layers, strict=True)):
@@ -507,11 +504,8 @@ class PresetHalting(TokenPolicy):
 
 
 def schedule_files(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:
-    """The files that decide what a module with these arguments does beside its own options: schedules and maps.
-
-    Raises:
-        ConfigError: a schedule's file that is none.
-    """
+    """The files that decide what a module with these arguments does beside its own options: schedules and maps. Raises
+    ConfigError: a schedule's file that is none."""
     schedule = str(entry.get("schedule"))
     if not schedule.endswith(".yaml"):
         return translator_files(entry, model_folder)

@@ -56,7 +56,9 @@ def descend(
         loss = loss_of(step)
         if not bool(torch.isfinite(loss)):
             kept = f" The last good state is {file.path}." if file is not None and file.path and file.path.is_file() else ""
-            raise QuickSilverError(f"The loss of step {step} is not finite: give a learning rate below {rate(step):.3g}.{kept}")
+            raise QuickSilverError(
+                f"The loss of step {step} is not finite: give a smaller learning rate ({rate(step):.3g}).{kept}"
+            )
         loss.backward()
         if clipped:
             torch.nn.utils.clip_grad_norm_(clipped, 5.0)

@@ -65,7 +65,7 @@ class Calibration(FittedFile):
         if not self.grid[0] <= percentile <= self.grid[-1]:
             raise ConfigError(f"Percentile p{percentile:g} is outside the calibrated p{self.grid[0]:g} to p{self.grid[-1]:g}.")
         if key not in self.percentiles:
-            raise ConfigError(f"The calibration has {', '.join(sorted(self.percentiles))}, not {key!r}: calibrate with it.")
+            raise ConfigError(f"The calibration has {', '.join(sorted(self.percentiles))}, not {key!r}: calibrate again.")
         return [0.0 if row is None else float(np.interp(percentile, self.grid, row)) for row in self.percentiles[key]]
 
     @property

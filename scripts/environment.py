@@ -2,62 +2,139 @@
 
 python scripts/environment.py .venv
 
-Where uv is installed and can reach its index it does this in seconds; else pip, with its own settings, in minutes. Standard library only: nothing
-is installed yet.
+uv installs it in seconds; it does not read pip's configuration, so pip's indexes, links and certificate are handed on. Where uv cannot be
+had or fails, pip does the same in minutes. Standard library only: nothing is installed yet.
 """
 
 from __future__ import annotations
 
+import ast
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements.lock"
+UV = "uv>=0.5,<1"
+# The indexes of pip are all asked and the best version is taken; uv would stop at the first index that knows the name.
+STRATEGY = ("--index-strategy", "unsafe-best-match")
 
 
-def run(*command: str | Path) -> str | None:
+def say(message: str) -> None:
+    print(message, flush=True)
+
+
+def pip_settings(listed: str) -> dict[str, list[str]]:
+    """Option to its values, from what `pip config list` printed: those of everything, then of `install`, then of the environment win."""
+    found: dict[str, dict[str, str]] = {}
+    for line in listed.splitlines():
+        name, equals, value = line.partition("=")
+        section, _, option = name.rpartition(".")
+        if equals and section in ("global", "install", ":env:"):
+            found.setdefault(section, {})[option] = str(ast.literal_eval(value))
+    merged = {**found.get("global", {}), **found.get("install", {}), **found.get(":env:", {})}
+    return {option: value.split() for option, value in merged.items()}
+
+
+def uv_options(settings: Mapping[str, Sequence[str]]) -> list[str]:
+    """Options of `uv pip install` that say what pip's settings say."""
+    options = []
+    for pip, uv in (
+        ("index-url", "--index-url"),
+        ("extra-index-url", "--extra-index-url"),
+        ("find-links", "--find-links"),
+        ("trusted-host", "--allow-insecure-host"),
+    ):
+        options += [word for value in settings.get(pip, ()) for word in (uv, value)]
+    if settings.get("no-index", ["false"])[0].lower() in ("1", "true", "yes", "on"):
+        options.append("--no-index")
+    return options
+
+
+def uv_environment(settings: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Settings of pip that uv takes as environment variables."""
+    given = {}
+    for pip, uv in (
+        ("cert", "SSL_CERT_FILE"),
+        ("proxy", "ALL_PROXY"),
+        ("default-timeout", "UV_HTTP_TIMEOUT"),
+        ("timeout", "UV_HTTP_TIMEOUT"),
+    ):
+        if settings.get(pip):
+            given[uv] = settings[pip][0]
+    return given
+
+
+def run(*command: str | Path, env: Mapping[str, str] | None = None) -> str | None:
     """Run quietly; None, or the last line of what went wrong."""
-    done = subprocess.run([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-    return None if done.returncode == 0 else lines[-1] if lines else f"exit code {done.returncode}"
-
-
-def install(*command: str | Path) -> str | None:
-    """Install what is pinned, then this clone, by `command`; None, or the last line of its complaint."""
-    return run(*command, "--quiet", "--requirement", LOCK) or run(
-        *command, "--quiet", "--no-deps", "--no-build-isolation", "--editable", ROOT
+    done = subprocess.run(
+        [*map(str, command)], env={**os.environ, **(env or {})}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+    if done.returncode == 0:
+        return None
+    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    return lines[-1] if lines else f"exit code {done.returncode}"
+
+
+def find_uv(python: Path, folder: Path) -> Path | None:
+    """uv of this machine, or a copy that pip puts into `folder`; None: it cannot be had."""
+    known = shutil.which("uv")
+    if known is not None:
+        return Path(known)
+    trouble = run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target", folder, UV)
+    return folder / "bin" / "uv" if trouble is None else None
+
+
+def by_uv(python: Path) -> str | None:
+    """Install with uv; None, or why it did not do."""
+    listed = subprocess.run([python, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
+    settings = pip_settings(listed)
+    options, environment = [*uv_options(settings), *STRATEGY], uv_environment(settings)
+    with tempfile.TemporaryDirectory(prefix="quicksilver-uv-") as folder:
+        uv = find_uv(python, Path(folder))
+        if uv is None:
+            return "uv cannot be had"
+        install: tuple[str | Path, ...] = (uv, "pip", "install", "--quiet", "--python", python, *options)
+        trouble = run(*install, "--requirement", LOCK, env=environment)
+        return trouble or run(*install, "--no-deps", "--no-build-isolation", "--editable", ROOT, env=environment)
+
+
+def by_pip(python: Path) -> str | None:
+    """Install with pip; None, or the last line of its complaint."""
+    install = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    trouble = run(*install, "--requirement", LOCK)
+    return trouble or run(*install, "--no-deps", "--no-build-isolation", "--editable", ROOT)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code."""
     venv = Path(arguments[0] if arguments else ".venv")
-    python, trouble = venv / "bin" / "python", None
+    python = venv / "bin" / "python"
     began = time.monotonic()
     if not python.exists() or run(python, "-m", "pip", "--version") is not None:
         if venv.is_dir() and any(venv.iterdir()) and not (venv / "pyvenv.cfg").is_file():
-            print(
-                f"{venv} is no virtual environment, and making one would remove what is in it: give another folder, make VENV=…"
-            )
+            say(f"{venv} is no virtual environment, and making one would remove what is in it: give another folder, make VENV=…")
             return 1
-        print(f"Making {venv} …", flush=True)
+        say(f"Making {venv} …")
         trouble = run(sys.executable, "-m", "venv", "--clear", venv)
-    if trouble is None:
-        pinned = sum("==" in line for line in LOCK.read_text(encoding="utf-8").splitlines())
-        print(f"Installing the {pinned} packages of {LOCK.name} …", flush=True)
-        uv = shutil.which("uv")
-        trouble = "it is not installed" if uv is None else install(uv, "pip", "install", "--python", python)
         if trouble is not None:
-            print(f"Not by uv ({trouble}): pip does it, which takes minutes …", flush=True)
-            trouble = install(python, "-m", "pip", "install", "--disable-pip-version-check")
+            say(f"{venv} cannot be made: {trouble}")
+            return 1
+    pinned = sum(1 for line in LOCK.read_text(encoding="utf-8").splitlines() if "==" in line)
+    say(f"Installing the {pinned} packages of {LOCK.name} …")
+    trouble = by_uv(python)
     if trouble is not None:
-        print(f"The environment cannot be made: {trouble}")
+        say(f"Not by uv ({trouble}): pip does it, which takes minutes …")
+        trouble = by_pip(python)
+    if trouble is not None:
+        say(f"The environment cannot be installed: {trouble}")
         return 1
-    print(f"The environment is ready: {time.monotonic() - began:.0f} s.")
+    say(f"The environment is ready: {time.monotonic() - began:.0f} s.")
     return 0
 
 

@@ -219,7 +219,7 @@ def fit_translators(
         values = torch.linalg.eigvalsh(one.xx)
         if (rank := int((values > 1e-7 * values[-1]).sum())) < arch.width // 2:
             raise ConfigError(
-                f"The text spans {rank} of {1 + arch.width} directions of layer {layer}: it repeats itself. Give other text."
+                f"The text spans {rank} of {1 + arch.width} directions of the states entering layer {layer}: it repeats itself. Give other text."
             )
         if control == "mean":
             weight = torch.zeros_like(weight)

@@ -151,7 +151,7 @@ class GateRecipe:
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1 or not self.learning_rate > 0:
             raise ConfigError(
-                f"steps={self.steps}, batch_size={self.batch_size}, learning_rate={self.learning_rate}: give above 0."
+                f"steps={self.steps}, batch_size={self.batch_size}, learning_rate={self.learning_rate}: give positive ones."
             )
         if not 0 < self.saves_pct < 100:
             raise ConfigError(f"saves_pct={self.saves_pct} must lie between 0 and 100.")

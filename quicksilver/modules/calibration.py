@@ -88,7 +88,9 @@ class Calibration(FittedFile):
 
     def __post_init__(self) -> None:
         if not isinstance(self.n_layers, int) or not isinstance(self.provenance, dict):
-            raise ConfigError(f"n_layers={self.n_layers!r} is no whole number, or its provenance no object")
+            raise ConfigError(
+                f"n_layers={self.n_layers!r} is no whole number, or provenance={type(self.provenance).__name__} no object"
+            )
         if not self.grid or list(self.grid) != sorted({check_number("grid", p, 0.0, 100.0) for p in self.grid}):
             raise ConfigError(f"its grid {list(self.grid)!r} is not ascending")
         for key, rows in self.percentiles.items():
@@ -159,7 +161,9 @@ def check_thresholds(name: str, value: float | Sequence[float] | str, low: float
         for layer, v in enumerate(value):
             check_number(f"{name}[{layer}]", v, low, high)
     elif isinstance(value, str | bytes):
-        raise ConfigError(f"{name}={value!r} is not a number; give one, a list with one per layer, or 'p25'.")
+        raise ConfigError(
+            f"{name}={value!r} is not a number; give one, a list with one per layer, or a percentile such as 'p25'."
+        )
     else:
         check_number(name, value, low, high)
 
@@ -184,7 +188,9 @@ def resolve_thresholds(
         if not isinstance(value, Sequence):
             return [float(value)] * n_layers
         if len(value) != n_layers:
-            raise ConfigError(f"{name} has {len(value)} values and the model {n_layers} layers: give one per layer.")
+            raise ConfigError(
+                f"{name} has {len(value)} values and the model has {n_layers} layers: give one per layer, or one number."
+            )
         return [float(v) for v in value]
     if calibration is None:
         calibration = shipped_calibration(model_digest(architecture.model))

@@ -16,7 +16,9 @@ def check_known_ids(name: str, ids: Iterable[int], vocabulary: int) -> None:
     """Raises ConfigError when one of `ids` is beyond the model's vocabulary: it would never match, and nothing would say so."""
     beyond = [i for i in ids if i >= vocabulary]
     if beyond:
-        raise ConfigError(f"{name} has the token id {beyond[0]}, and the model {vocabulary} tokens: give ids of its tokenizer.")
+        raise ConfigError(
+            f"{name} has the token id {beyond[0]}, and the model has {vocabulary} tokens: give ids of its tokenizer."
+        )
 
 
 def layer_after(fraction: float, n_layers: int) -> int:
@@ -36,7 +38,9 @@ def by_id(name: str, view: LayerView, ids: Sequence[int]) -> torch.Tensor:
     if not ids:
         return torch.zeros_like(view.slots, dtype=torch.bool)
     if view.input_ids is None:
-        raise ConfigError(f"{name}={list(ids)} selects by token id, but the model was given embeddings: give input_ids.")
+        raise ConfigError(
+            f"{name}={list(ids)} selects by token id, but the model was given embeddings: give input_ids, or use a mask."
+        )
     return torch.isin(view.input_ids, torch.tensor(list(ids), device=view.input_ids.device))
 
 
@@ -49,7 +53,9 @@ def by_slot(name: str, view: LayerView, mask: torch.Tensor | None) -> torch.Tens
     if mask.dim() == 1:
         mask = mask.expand(rows, -1)
     if mask.shape[0] != rows:
-        raise ConfigError(f"{name} has {mask.shape[0]} rows and the batch {rows}: give (S,) or one row per sequence.")
+        raise ConfigError(
+            f"{name} has {mask.shape[0]} rows and the batch has {rows}: give (S,) for all rows, or one row per sequence."
+        )
     # One more column, never marked, stands for all slots beyond the mask.
     padded = torch.cat([mask.to(view.slots.device), mask.new_zeros(rows, 1).to(view.slots.device)], dim=1)
     return padded.gather(1, view.slots.clamp(0, mask.shape[1]))

@@ -437,7 +437,7 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
     def _check_group(self, view: LayerView) -> None:
         if self.max_group is not None and view.is_prompt and self.max_group > (longest := int(view.n_tokens.max())):
             raise ConfigError(
-                f"max_group={self.max_group} is larger than the prompt of {longest} tokens: give at most {longest}."
+                f"max_group={self.max_group} is larger than the prompt of {longest} tokens: give at most {longest}, or null."
             )
 
     def _distances(

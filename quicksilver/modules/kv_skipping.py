@@ -84,7 +84,7 @@ class KVSkipping(TokenPolicy, Calibrated):
         self.first_layer = layer_after(self.min_depth, architecture.n_layers)
         if self.first_layer >= architecture.n_layers - 1:
             raise ConfigError(
-                f"min_depth={self.min_depth!r} leaves none of {architecture.n_layers} layers: give a smaller fraction."
+                f"min_depth={self.min_depth!r} leaves none of {architecture.n_layers} layers to skip K/V in: give a smaller fraction."
             )
         if self.criterion != "halted":
             self._tau_kv = self.resolved("tau_kv", architecture, halted_key(self._attention.key))

@@ -56,7 +56,7 @@ class TrainedGates(FittedFile):
         layers = list(self.layers)
         if not layers or layers != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < self.n_layers - 1:
             raise ConfigError(
-                f"Gates after layers {layers} of {self.n_layers}: give ascending ones, from 0 to {self.n_layers - 2}."
+                f"Gates after layers {layers} of {self.n_layers}: give layers in ascending order, from 0 to {self.n_layers - 2}."
             )
         if unknown := sorted(set(self.predicts) - set(self.layers)):
             raise ConfigError(f"predicts={list(self.predicts)}: no gate stands after layer {unknown[0]}; there are {layers}.")
@@ -133,7 +133,9 @@ class LearnedHalting(HaltingPolicy):
             layer for layer in found.layers if layer > (min(self.last_layer, last) if layer in predicts else self.last_layer)
         ]
         if beyond:
-            raise ConfigError(f"Gates after layers {beyond} save nothing with resume_layers={self.resume_layers}: resume fewer.")
+            raise ConfigError(
+                f"Gates after layers {beyond} save nothing with resume_layers={self.resume_layers}: resume fewer layers."
+            )
 
     def _found(self, architecture: Architecture) -> TrainedGates:
         if self._gates is not None:

@@ -111,7 +111,9 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
 
     def _check_thresholds(self) -> None:
         if self.normalisation != "none" and self.unit != "nats":
-            raise ConfigError(f"unit={self.unit!r} has no effect with normalisation={self.normalisation!r}: they are shares.")
+            raise ConfigError(
+                f"unit={self.unit!r} has no effect with normalisation={self.normalisation!r}: thresholds are shares then."
+            )
         for name, tau in (("tau_low", self.tau_low), ("tau_high", self.tau_high)):
             if is_percentile(tau) and self.normalisation == "minmax":
                 raise ConfigError(f"{name}={tau!r}: normalisation='minmax' scales each batch anew: give a number.")

@@ -191,6 +191,7 @@ def test_a_file_of_one_s_own_is_imported_only_for_a_class_that_it_has(refused, t
     assert issubclass(named_class("modules.x._target_", "someones_package.Theirs", RuntimeModule), RuntimeModule)
 
 
+@pytest.mark.filterwarnings("ignore:Setuptools is replacing distutils")  # where an earlier test imported that
 def test_no_program_of_an_installed_package_is_imported():
     """`python -m package` runs `package/__main__.py`, and so would an import of it, whatever names it has."""
     programs = [path for path in Path(sysconfig.get_path("purelib")).glob("*/__main__.py") if path.parent.name.isidentifier()]

@@ -1,4 +1,4 @@
-"""The environment: pip takes over where uv fails, and nothing here names an index. Nothing is installed."""
+"""The environment: pip's settings reach uv, pip takes over where uv fails, and nothing here names an index. Nothing is installed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,29 @@ from pathlib import Path
 import environment
 import pytest
 
+LISTED = """:env:.cert='/etc/certs.crt'
+:env:.find-links='/wheels /more wheels'
+global.extra-index-url='https://one.example/simple https://two.example/simple'
+global.find-links='/not this'
+install.index-url='https://main.example/simple'
+freeze.timeout='10'
+"""
+
+
+def test_pip_s_settings_reach_uv():
+    settings = environment.pip_settings(LISTED)
+    assert environment.uv_options(settings) == [
+        *("--index-url", "https://main.example/simple"),
+        *("--extra-index-url", "https://one.example/simple"),
+        *("--extra-index-url", "https://two.example/simple"),
+        *("--find-links", "/wheels"),
+        *("--find-links", "/more"),
+        *("--find-links", "wheels"),
+    ]
+    assert environment.uv_environment(settings) == {"SSL_CERT_FILE": "/etc/certs.crt"}
+    assert environment.uv_options(environment.pip_settings("")) == []
+    assert environment.uv_options(environment.pip_settings("global.no-index='true'\n")) == ["--no-index"]
+
 
 class Machine:
     """Remembers commands; those that contain a word of `broken` fail."""
@@ -14,30 +37,32 @@ class Machine:
     def __init__(self, *broken: str) -> None:
         self.broken, self.ran = broken, list[str]()
 
-    def run(self, *command: object) -> str | None:
+    def run(self, *command: object, env: object = None) -> str | None:
         line = " ".join(map(str, command))
         self.ran.append(line)
         return next((f"no {word}" for word in self.broken if word in line), None)
 
 
 @pytest.mark.parametrize(
-    ("uv", "broken", "code", "said", "last"),
+    ("broken", "code", "said", "last"),
     [
-        ("/bin/uv", (), 0, "is ready", "/bin/uv pip install"),
-        (None, (), 0, "Not by uv (it is not installed)", "-m pip install"),
-        ("/bin/uv", ("/bin/uv",), 0, "Not by uv (no /bin/uv)", "-m pip install"),
-        (None, ("--requirement",), 1, "cannot be made: no --requirement", "-m pip install"),
-        (None, ("-m venv",), 1, "cannot be made: no -m venv", "-m venv"),
+        ((), 0, "is ready", "--editable"),
+        (("--target",), 0, "Not by uv (uv cannot be had)", "--editable"),
+        (("--index-strategy",), 0, "Not by uv (no --index-strategy)", "--editable"),
+        (("--requirement",), 1, "cannot be installed: no --requirement", "-m pip install"),
+        (("-m venv",), 1, "cannot be made: no -m venv", "-m venv"),
     ],
 )
-def test_pip_takes_over_where_uv_fails(uv, broken, code, said, last, tmp_path: Path, monkeypatch, capsys):
+def test_pip_takes_over_where_uv_fails(broken, code, said, last, tmp_path: Path, monkeypatch, capsys):
     machine = Machine(*broken)
     monkeypatch.setattr(environment, "run", machine.run)
-    monkeypatch.setattr(environment.shutil, "which", lambda name: uv)
+    monkeypatch.setattr(environment.shutil, "which", lambda name: None)
+    monkeypatch.setattr(environment.subprocess, "run", lambda *a, **k: environment.subprocess.CompletedProcess([], 0, LISTED))
     assert environment.main([str(tmp_path / "venv")]) == code
     assert said in capsys.readouterr().out
     assert last in machine.ran[-1]
-    assert ("--editable" in machine.ran[-1]) == (code == 0)
+    by_pip = [line for line in machine.ran if "-m pip install" in line and "--requirement" in line]
+    assert bool(by_pip) == (said.startswith("Not by uv") or "cannot be installed" in said)
 
 
 def test_a_folder_that_is_no_environment_is_not_cleared(tmp_path: Path, monkeypatch, capsys):

@@ -1,7 +1,5 @@
 """Shared by all tests: one thread, reproducible draws, and the data folder where there is one."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Modules that several tests run: all four mechanisms, a preset, quantization with drawn options; and the widths of a trace. Nothing here is a test."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import tiny

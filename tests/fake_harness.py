@@ -1,7 +1,5 @@
 """Stands where the harness stands: records are made by hand, and no model is run."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Records of task runs with made-up answers, for tests of what is made of them. Nothing here is a test."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hand-made records, whole and published through the real store, for tests of what is made of records. Nothing here is a test."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path

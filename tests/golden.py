@@ -8,8 +8,6 @@ Moving code must not change a number, and a record's identity does not look at c
 sums within 1e-9. `run(exact=False)` takes the formats and kernels of this processor instead: `BOUNDS` says how far they may be.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import hashlib

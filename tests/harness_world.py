@@ -1,7 +1,5 @@
 """What the harness's tests run on: a tiny random GPT-2 with a byte tokenizer and a few kilobytes of text, made in a second."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 They read HF_ENDPOINT when they are imported, so conftest.py reserves a port before that; nothing listens there outside of `serving`.
 """
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import json
@@ -39,7 +37,7 @@ class Hub(ThreadingHTTPServer):
         socketserver.TCPServer.server_bind(self)  # HTTPServer's own asks for this machine's name
 
     @contextmanager
-    def serving(self) -> Iterator[Hub]:
+    def serving(self) -> Iterator["Hub"]:
         self.repositories: dict[str, dict[str, bytes]] = {}
         self.faults: dict[str, Fault] = {}
         self.asked: list[str] = []

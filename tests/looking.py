@@ -1,7 +1,5 @@
 """What a module sees, without a model: views whose states, logits and attention are what a test says. Nothing here is a test."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 

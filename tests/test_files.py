@@ -1,7 +1,5 @@
 """What a command may write and remove: its own files below its folder, through no link, by plain names."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Numbers that change say so: the golden run against what is written down, and this processor's formats against both."""
 
-from __future__ import annotations
-
 import copy
 
 import golden

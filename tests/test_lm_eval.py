@@ -1,7 +1,5 @@
 """The model of lm-evaluation-harness: without modules it is HFLM, with modules the context is a prompt that is computed once."""
 
-from __future__ import annotations
-
 import json
 import logging
 

@@ -1,7 +1,5 @@
 """What the quick suite leaves to `make test-all`."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from typing import Any

@@ -3,8 +3,6 @@
 Nothing here is a test. Models are cached: tests must leave them as they found them, which is an invariant of its own.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Sequence
@@ -165,7 +163,7 @@ class Batch:
         """The rows of x (B, N, ...) without their padding."""
         return [x[i, self.width - len(row) :] for i, row in enumerate(self.rows)]
 
-    def alone(self, i: int) -> Batch:
+    def alone(self, i: int) -> "Batch":
         return Batch((self.rows[i],))
 
 
@@ -527,7 +525,7 @@ class unless_blind:
         self.allowed = model.config._attn_implementation == "eager"
         self.refused = False
 
-    def __enter__(self) -> unless_blind:
+    def __enter__(self) -> "unless_blind":
         return self
 
     def __exit__(self, kind: Any, error: Any, where: Any) -> bool:

@@ -1,7 +1,5 @@
 """The smallest model with a bidirectional encoder, random."""
 
-from __future__ import annotations
-
 import torch
 from tiny import LAYERS, WIDTH
 from torch import nn

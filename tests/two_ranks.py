@@ -3,8 +3,6 @@
 torchrun --nproc-per-node 2 tests/two_ranks.py FAMILY FOLDER
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

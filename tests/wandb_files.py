@@ -1,7 +1,5 @@
 """W&B's own offline files, read back: what `wandb sync` would send."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

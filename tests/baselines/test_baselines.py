@@ -1,7 +1,5 @@
 """The peers, and the mechanisms beside them: each has the property that defines it. What all share: tests/modules/test_invariants.py."""
 
-from __future__ import annotations
-
 import math
 import warnings
 

@@ -1,7 +1,5 @@
 """Annotation: every word is where it says, joints are the smallest constituents, tags that are not gold say so, what does not fit is named."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

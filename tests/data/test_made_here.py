@@ -1,7 +1,5 @@
 """Texts that the package makes or reads where it runs: the same every time, parts that share nothing, and nothing that an evaluation text has."""
 
-from __future__ import annotations
-
 import ast
 import re
 

@@ -1,7 +1,5 @@
 """Metrics equal scikit-learn's, draws of a bootstrap are scored at once; a metric of `evaluate` says what our own say, or is one clear line."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """Labelled examples: the rows of every task at hand, and one line for whatever does not fit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Texts and windows: the right part, every token's bytes, and one message for everything that is no text."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

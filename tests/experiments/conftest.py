@@ -1,7 +1,5 @@
 """Figures are drawn coarsely here, and intervals of fewer draws: nothing that is tested depends on how many dots or draws there are."""
 
-from __future__ import annotations
-
 from fakes import fewer_draws
 
 from quicksilver.report import figure

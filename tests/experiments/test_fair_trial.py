@@ -1,7 +1,5 @@
 """The paper's best chance: the search is over settings that exist, and a winner that the search no longer finds is named."""
 
-from __future__ import annotations
-
 import pandas as pd
 import pytest
 

@@ -1,7 +1,5 @@
 """The ladder: every model saves the same share of a prompt at the same depth, the trend is a slope, and what is missing is named."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

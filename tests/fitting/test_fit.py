@@ -1,7 +1,5 @@
 """What is fitted on calibration text: maps of K/V and their controls, lenses, exit heads; against regressions on all of the data at once."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Learned halting: gates halt as in the equivalent forward that trains them, come nearer to the dense answers at a budget, and go on after a kill."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from dataclasses import dataclass, replace

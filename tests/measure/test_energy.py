@@ -1,7 +1,5 @@
 """Joules: rest is subtracted, what cannot be told from rest is said in words, and the method is always there. The clock is a fake."""
 
-from __future__ import annotations
-
 import socket
 from functools import partial
 from pathlib import Path

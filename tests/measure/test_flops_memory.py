@@ -1,7 +1,5 @@
 """Interposed FLOPs are right on operators whose count is known (on whole models: tests/runtime/test_any_run.py), and a peak of memory is seen."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """Continuations under modules beside the dense model's: the same prompts, the same random numbers, whatever is computed together."""
 
-from __future__ import annotations
-
 import sys
 from unittest.mock import Mock
 

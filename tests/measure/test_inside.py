@@ -1,7 +1,5 @@
 """A look inside one text: what it shows is what the model computed and what the modules decided, and nothing is left behind."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """Lenses and bounds: the model's own states, what counting by hand gives, and what does not hold fails."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tiny

@@ -1,7 +1,5 @@
 """A measurement of one's own: one file and one yaml, no other edit. What it finds stands in the record, typed, and is read again."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a perplexity is made of: windows, nats, protocols; the audit that nothing looked ahead; and KL to dense."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What gives no number, or one that says nothing, is refused before anything is measured, in one line that names it and the remedy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """A task under modules: choices by log-likelihood, equal to the plain model's; what each cost, and how deep its last token went.
 A checkpoint for sequence classification answers by its own head, and one that does not fit is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

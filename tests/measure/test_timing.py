@@ -1,8 +1,6 @@
 """Stopwatches: callables take turns, every moment of a pass belongs to one component, every token served has a time. How long anything takes,
 no test asserts."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 

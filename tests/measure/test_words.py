@@ -1,8 +1,6 @@
 """Measurements on gold annotation, in records of a tiny model: what they say is what counting by hand says. Chance within strata is exact,
 intervals know clusters, and a model explains what it was made of."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import pytest

@@ -1,7 +1,5 @@
 """The hub, by its real clients: what is fetched and kept, and one line with the remedy for whatever goes wrong there."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """Models: found where the config says, refused in one message where they are not or do not fit, never run as code."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Tensor parallelism: a model cut among two processes is the whole one, its ledgers add up, and what cannot be cut is one line."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

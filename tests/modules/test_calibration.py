@@ -1,7 +1,5 @@
 """Calibration: percentiles of what the model does, kept with where they came from, and refused where they do not belong."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

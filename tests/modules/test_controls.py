@@ -1,7 +1,5 @@
 """Nulls and oracles: the same budget on other tokens, chance at its rate, and a replay that is the run."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """One set of defaults, in Python and on the command line; and what needs no thresholds of one's own."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """Fusion: who is joined with whom, what the super-token is, that nothing else is touched, and that it leaks where it may not be."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Halting: exactly k by capacity, the paper's two thresholds, overrides in their order, only at the depth it was given; who then loses its K/V."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@ Quantized runs are compared in float64: rounding to a code is not continuous, so
 value to its neighbouring code, and that is no error of either.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

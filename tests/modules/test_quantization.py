@@ -4,8 +4,6 @@ Models are in float64 where two executions are compared: rounding to a code is n
 float32 executions may move one value to its neighbouring code, and that is no error of either.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

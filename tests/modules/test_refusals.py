@@ -1,8 +1,6 @@
 """What is refused, in one line that names option, value and remedy: an option that its annotation restricts; options that cannot be together, or on
 this model."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import math

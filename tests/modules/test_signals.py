@@ -1,7 +1,5 @@
 """Signals: what each score is, whom it is asked about, and that chance is the same chance everywhere."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar

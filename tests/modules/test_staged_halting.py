@@ -1,7 +1,5 @@
 """Stages of a prompt: each halts exactly its tokens, of the row's own length; presets, schedules and words by class are made of them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What changes the model's own products: the same function but for what is chosen, counted, and nothing of it left behind."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

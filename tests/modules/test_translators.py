@@ -1,7 +1,5 @@
 """What is fitted: what a translator says, which files and models it refuses, and that no damaged file of any kind is believed."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The first of each kind go through the command line, in this process, the others 
 what it has read. A fault that is not refused would be measured, on a model of six tiny layers.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

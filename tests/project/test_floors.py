@@ -1,7 +1,5 @@
 """Imports run downward only (docs/design.md §7): what stands higher is known by no file below it. And every module can be imported."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

@@ -1,7 +1,5 @@
 """What pages, messages, pictures and comments name is there: files, commands, targets of make, choices, numbered entries and sections."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

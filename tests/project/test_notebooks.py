@@ -1,7 +1,5 @@
 """The notebooks run, and what is committed of them is what running them gives: outputs, and nothing of the machine that ran them."""
 
-from __future__ import annotations
-
 import json
 import re
 

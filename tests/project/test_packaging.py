@@ -1,7 +1,5 @@
 """What a stranger gets with a clone: the Makefile, the lock file, the package's description, the documentation."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re

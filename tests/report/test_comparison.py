@@ -1,7 +1,5 @@
 """Each printed number against arithmetic done by hand, on records made by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import replace

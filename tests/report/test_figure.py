@@ -1,7 +1,5 @@
 """Figures: the same data gives the same bytes, the picture says what it is, and it can be read in grey."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import textwrap

@@ -1,7 +1,5 @@
 """Sweeps and the factorial: which runs they are, what is computed of their records, what is printed and drawn."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

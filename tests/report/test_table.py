@@ -1,7 +1,5 @@
 """A frame becomes text, Markdown, CSV, LaTeX and JSON: the same bytes for the same numbers, all of the JSON comes back, and damage is said."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """Tables of other models and texts: named alike everywhere, kept by git, and missing only with a reason."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

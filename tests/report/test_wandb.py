@@ -1,7 +1,5 @@
 """The W&B mirror and its report: what is sent, to which groups, and what is said to who cannot send anything."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import types

@@ -4,8 +4,6 @@ Of the runtime alone in float32, with policies whose decisions are known; of all
 bits, the last digit of a float32 sum, which follows the shapes, decides a whole step.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from pathlib import Path

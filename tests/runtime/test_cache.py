@@ -1,7 +1,5 @@
 """A layer in which every column is an entry writes no facts down until somebody asks; asking, or not, changes nothing."""
 
-from __future__ import annotations
-
 import pytest
 import tiny
 import torch

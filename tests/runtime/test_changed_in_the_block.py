@@ -1,7 +1,5 @@
 """What is changed under a run's feet, and calls in which transformers sees tokens by another rule: refused in one line, or right."""
 
-from __future__ import annotations
-
 import copy
 import math
 import threading

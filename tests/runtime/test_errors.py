@@ -1,7 +1,5 @@
 """What cannot be done is refused in one message that names the value and the remedy."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from pathlib import Path

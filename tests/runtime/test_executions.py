@@ -1,7 +1,5 @@
 """What the words mean: halted, resumed, skipped, by models that need no runtime; and what a module is shown, and when."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """generate(): the ragged cache under left padding, greedy, sampling, beams, rejected candidates; `compact` token for token `masked`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

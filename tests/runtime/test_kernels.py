@@ -1,7 +1,5 @@
 """Kernels of linear layers: none is used before it was compared with float64 on this processor, the fastest is chosen, and other machines."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

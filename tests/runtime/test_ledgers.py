@@ -1,7 +1,5 @@
 """Invariant 6: what the ledgers say ran is what ran, and what the cache is billed for is what it holds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

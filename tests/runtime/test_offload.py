@@ -1,7 +1,5 @@
 """Weights that accelerate keeps on disk between calls: every way to use them gives what the plain model gives, and leaves them there."""
 
-from __future__ import annotations
-
 import pytest
 import tiny
 import torch

@@ -1,7 +1,5 @@
 """What a family's adapter says of its layers; and K/V that are predicted for tokens that stop: by whom, when, how often, at what cost."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import pytest

@@ -1,7 +1,5 @@
 """Codes are nested, a cache holds packed what it says it holds, and integer products are the products they stand for."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import warnings

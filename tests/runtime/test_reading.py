@@ -1,7 +1,5 @@
 """Files that somebody else wrote: no device, no pipe, nothing endless, nothing nested ten thousand times."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

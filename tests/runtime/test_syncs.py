@@ -1,7 +1,5 @@
 """A capacity rule decides how many, not only who: shapes follow without asking the device, as a CUDA graph needs it (docs/design.md §2)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """A trace is what was decided: replays, files, counts. What is no trace is refused. That a replay is the run: test_any_run.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Invariant 1: without a decision nothing changes, bit for bit, and afterwards nothing is left on the model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Two versions side by side: each process times the package it was given, what differs is told from noise, and no worktree is left."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

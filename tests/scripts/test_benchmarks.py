@@ -1,7 +1,5 @@
 """The benchmarks run on tiny shapes and say what they found; how fast anything is, no test asserts."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

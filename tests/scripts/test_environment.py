@@ -1,7 +1,5 @@
 """The environment: pip's settings reach uv, pip takes over where uv fails, and nothing here names an index. Nothing is installed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import environment

@@ -1,7 +1,5 @@
 """Fine-tuning on label words: a killed run goes on as if nothing had been, low-rank updates stay low-rank, and the schedule is what it says."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Peers by their own code: the loop that runs beside kvpress scores as this package does."""
 
-from __future__ import annotations
-
 import peers_kvpress
 import pytest
 import tiny

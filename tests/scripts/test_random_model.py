@@ -1,7 +1,5 @@
 """A recipe on random weights of the true shape: the same commands, memory and operations as with those of the hub."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

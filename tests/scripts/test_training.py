@@ -1,7 +1,5 @@
 """The reference models: training is deterministic, survives a kill at any moment, and never starts over silently."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """The detection study's table, figure and statements, from frames: with a clock, without one, and without a study."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

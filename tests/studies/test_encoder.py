@@ -1,7 +1,5 @@
 """Bidirectional encoders: torch's own layer, and the invariants of the runtime on it."""
 
-from __future__ import annotations
-
 import pytest
 import tiny
 import torch

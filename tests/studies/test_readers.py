@@ -1,7 +1,5 @@
 """KITTI and nuScenes folders, written here in their published layout: a box is where it was put, and a folder that is not whole is named."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Scenes, boxes and pillars: overlaps and precisions that are known, scenes made by seed, and boxes that survive the way to targets and back."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

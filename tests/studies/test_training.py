@@ -1,7 +1,5 @@
 """Trainings of the study, what is measured and what is timed: they learn, go on after a kill as if nothing had been, and wait for what they start from."""
 
-from __future__ import annotations
-
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count, islice

@@ -1,7 +1,5 @@
 """Figures 4, 6 and 7: the records of Table 11, drawn. Figures 6 and 7 from hand-made records."""
 
-from __future__ import annotations
-
 import fakes
 import pytest
 

@@ -1,7 +1,5 @@
 """Table 11: the rows that are run, and what is printed of their records."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import fakes

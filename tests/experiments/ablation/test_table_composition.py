@@ -1,7 +1,5 @@
 """The price of an ingredient is the rise of KL to dense for each point of time that it saves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import fakes

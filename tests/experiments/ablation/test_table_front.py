@@ -1,7 +1,5 @@
 """Table front: its runs are those of other tables, and the column of far recall is read from runs of its own."""
 
-from __future__ import annotations
-
 import fakes
 import pytest
 

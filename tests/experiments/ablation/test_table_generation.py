@@ -1,7 +1,5 @@
 """The table of generated text is made of generation.parquet: means over prompts, differences to dense paired by prompt."""
 
-from __future__ import annotations
-
 import fakes
 import numpy as np
 import pandas as pd

@@ -1,7 +1,5 @@
 """Table 7, Figure 16, the waterfall, deployment and memory, made of hand-made records: what is noise is called noise, what is missing is said."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Table bounds from a record: what is printed is what was measured, and the ledger takes the layer where a bound holds least."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

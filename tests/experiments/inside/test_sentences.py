@@ -1,7 +1,5 @@
 """Pictures of the inside of a text, from real records of a tiny model: what is drawn is what the record says."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

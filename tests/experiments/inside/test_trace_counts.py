@@ -1,7 +1,5 @@
 """What became of the tokens, counted from traces of real runs on a tiny model."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import pytest

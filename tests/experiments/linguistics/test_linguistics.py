@@ -1,7 +1,5 @@
 """Tables and figures on gold annotation, from records of a tiny model: what is printed is what was measured, and what failed is said."""
 
-from __future__ import annotations
-
 import pytest
 from harness_world import make_treebank, make_world
 from thinning import first

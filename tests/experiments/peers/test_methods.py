@@ -1,7 +1,5 @@
 """Peers and ours in one frame: who is on the frontier, what is said about ours, and attributes that are read off the classes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Losses of a task are paired by example; a task at chance has no verdict; the table says both."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The claims ledger: what records answer is judged, and what nothing answers says why. No model is run here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import fakes

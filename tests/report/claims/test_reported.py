@@ -1,7 +1,5 @@
 """The paper's numbers, as data, are the paper's numbers; set against each other, what is computed is right and could come out otherwise."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from inspect import signature

@@ -1,7 +1,5 @@
 """The rule by which claims are judged, held to docs/verdicts.md by drawn numbers."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st

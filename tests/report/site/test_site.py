@@ -1,7 +1,5 @@
 """The report: what it is made of, what it says about what is missing, and that a real browser can use it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

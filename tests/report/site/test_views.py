@@ -1,7 +1,5 @@
 """What pages show of generated texts, of annotated text and of all runs; in a browser where one is at hand."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

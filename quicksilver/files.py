@@ -9,6 +9,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
@@ -56,6 +57,19 @@ def write_files(folder: Path, contents: Mapping[str, bytes]) -> list[Path]:
         except OSError as error:
             raise cannot_write(folder, error) from error
     return paths
+
+
+def check_writable(key: str, folder: Path) -> None:
+    """Make `folder`, and refuse one that takes no file, before there is work to lose.
+
+    Raises:
+        ConfigError: names the key whose value leads there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"{key}={folder}: nothing can be written there ({error.strerror}). Give another place.") from error
 
 
 def cannot_write(folder: Path, error: OSError) -> QuickSilverError:

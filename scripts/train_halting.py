@@ -123,7 +123,7 @@ def language(options: argparse.Namespace) -> None:
     config = compose([f"model={options.model}", *([f"data.root={options.data}"] if options.data else [])])
     loaded = RunContext().model(config)
     arch = architecture_of(loaded.model)
-    fit, other = (calibration_half(config, options.text, loaded.tokenizer, half, options.windows) for half in ("fit", "choose"))
+    fit, other = (calibration_half(config, options.text, loaded, half, options.windows) for half in ("fit", "choose"))
     folder = options.output or ROOT / "results" / "gates" / options.model
     found = train_gates(
         arch, fit.ids, recipe, checkpoint=folder / f".{options.name}.training.safetensors",

@@ -141,6 +141,16 @@ def encode(
     return Windows(taken, len(every), len(ids), token_bytes, why, annotated)
 
 
+def check_context(model: Any, window_tokens: int) -> None:
+    """Raises ConfigError where windows are longer than the model's context."""
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context is not None and window_tokens > context:
+        raise ConfigError(
+            f"protocol.window_tokens={window_tokens} is longer than the model's context of {context} tokens: "
+            f"give at most protocol.window_tokens={context}."
+        )
+
+
 def windows_of(ids: torch.Tensor | Sequence[int], window_tokens: int) -> torch.Tensor:
     """Cut a token stream into disjoint windows, in order; what is left over at its end is not used.
 

@@ -65,7 +65,7 @@ def fit_text(
     *,
     half: Half,
     windows: int | None,
-    window_tokens: int = 512,
+    window_tokens: int,
 ) -> FitText:
     """Windows of one half of `texts`, by name, at most `windows` in all: texts give equal numbers as far as they have them.
 

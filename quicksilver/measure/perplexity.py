@@ -24,6 +24,7 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 
+from quicksilver.data.windows import check_context
 from quicksilver.measure.latency import shared_weight_copy
 from quicksilver.runtime.architecture import Architecture, architecture_of
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
@@ -183,11 +184,7 @@ def check_windows(model: PreTrainedModel, windows: torch.Tensor, protocol: Proto
         )
     if len(windows) == 0:
         raise ConfigError("there is no window to score: give at least one.")
-    context = getattr(model.config, "max_position_embeddings", None)
-    if context is not None and protocol.window_tokens > context:
-        raise ConfigError(
-            f"protocol.window_tokens={protocol.window_tokens} is longer than the model's context of {context} tokens."
-        )
+    check_context(model, protocol.window_tokens)
     vocabulary = architecture_of(model).vocab_size
     low, high = int(windows.min()), int(windows.max())
     if low < 0 or high >= vocabulary:

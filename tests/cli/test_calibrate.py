@@ -1,4 +1,4 @@
-"""`quicksilver calibrate`: measures once, names its file, and speaks the grammar of every other command."""
+"""What is measured and fitted on calibration text: `calibrate` measures once; `fit` and `schedule` cut the windows they are asked for."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import tiny
+import yaml
 
 from quicksilver.cli import main as console
 from quicksilver.modules.calibration import SIGNALS, Calibration
+from quicksilver.modules.fitted import Translator
 from quicksilver.modules.halting import Halting
 from quicksilver.runtime.architecture import architecture_of
 
@@ -33,3 +35,16 @@ def test_it_measures_once(tmp_path: Path, data_root: Path, capsys: pytest.Captur
     again = capsys.readouterr().out
     assert "found: 3 windows" in again
     assert again.splitlines()[-1] == f"calibration={path}"
+
+
+def test_maps_and_schedules_are_of_the_windows_that_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shared = ["text=[python-docs]", "protocol.window_tokens=64", "protocol.prompt_tokens=48", f"results_dir={tmp_path}"]
+    assert console.main(["fit", *shared, "layers=[9]", "windows=32", "distill=1"]) == 0
+    path = tmp_path / "translators" / "reference-gpt2.layer9.safetensors"
+    assert Translator.load(path).provenance["text"]["window_tokens"] == 64
+    assert "save=0.4 text=[python-docs] translators=" in capsys.readouterr().out
+    assert console.main(["schedule", *shared, f"translators=[{path}]", "save=0.3", "windows=2"]) == 0
+    found = yaml.safe_load((tmp_path / "translators" / "reference-gpt2.schedules.yaml").read_text())["schedules"][30]
+    assert found["saved_pct"] >= 30
+    assert round(48 * found["schedule"]["drop_share"], 3) % 1 == 0  # whole tokens of a prompt of 48
+    assert "protocol.prompt_tokens=48" in capsys.readouterr().out

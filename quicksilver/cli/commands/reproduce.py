@@ -166,7 +166,7 @@ class Claims(Command):
         failed = [job for jobs, _ in found.values() for job in jobs if job.error is not None]
         sources = [Source(one, outcomes, make_command(one, self.overrides)) for one, (_, outcomes) in found.items()]
         name = name_of(CLAIMS, base, self.overrides)
-        whole = all(all_kept(source.outcomes, store) for source in sources) and not _lacks(store, name)
+        whole = all(all_kept(source.outcomes, store) for source in sources) and not (failed or troubles or _lacks(store, name))
         table = ledger(sources, name if whole else f"{name}{LOCAL_SUFFIX}", _others(store) if name == CLAIMS else {})
         print(table.text(width()))
         print("Written: " + ", ".join(map(str, table.write(store.root, "md", "csv", "json"))))

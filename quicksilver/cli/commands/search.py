@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from quicksilver.cli.arguments import Command, key
 from quicksilver.cli.main import say
 from quicksilver.cli.progress import progress_bar, width
+from quicksilver.files import check_writable
 from quicksilver.records.identity import Ledger
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.options import Count, InnerShare, Positive, check_positive
@@ -20,6 +21,7 @@ from quicksilver.runtime.options import Count, InnerShare, Positive, check_posit
 if TYPE_CHECKING:
     from quicksilver.fitting.fit import FitText, Half
     from quicksilver.fitting.schedules import Candidate
+    from quicksilver.models.loading import Loaded
     from quicksilver.modules.fitted import Translator
     from quicksilver.records.record import Record
     from quicksilver.runs.config import RunConfig
@@ -79,6 +81,8 @@ class Budget(Command):
         wanted += [dials.Budget("cost", pct, sure=self.sure) for pct in self.cost]
         default, asked = compose([]), compose(self.overrides)
         results, refused = Path(asked.results_dir), list[str]()
+        if self.output:
+            _output(str(Path(self.output).parent), results)
         reports: list[tuple[FittedDial, dict[str, tuple[Record, Record]]]] = []
         for budget in wanted:
             try:
@@ -142,6 +146,7 @@ class Calibrate(Command):
 
     def main(self) -> int:
         """Measure, or find what was measured, and print the file."""
+        from quicksilver.data.windows import check_context
         from quicksilver.modules.calibration import SIGNALS, calibrated, calibration_path
         from quicksilver.modules.signals import AttentionReceived
         from quicksilver.runs.config import compose
@@ -150,10 +155,11 @@ class Calibrate(Command):
         config, context = self._of_file(compose(self.overrides)), RunContext()
         if config.modules:
             raise ConfigError(f"modules=[{','.join(config.modules)}]: calibrate measures the dense model; leave modules out.")
+        folder = _output(self.output, Path(config.results_dir) / "calibration")
         text, windows = context.text(config, "calibration"), context.windows(config, "calibration").ids
         loaded = context.model(config)
+        check_context(loaded.model, config.protocol.window_tokens)
         signals = [*SIGNALS, *([AttentionReceived(self.last_queries, "max")] if self.kv else [])]
-        folder = Path(self.output or Path(config.results_dir) / "calibration")
         path = calibration_path(folder, loaded.model, windows, signals)
         found = path.exists()
         calibration = calibrated(
@@ -200,7 +206,7 @@ class Fit(Command):
     text: list[str] = key(
         "[a,b]", "datasets whose calibration part is read; default: [python-docs,wikitext103]", factory=lambda: [*TEXTS]
     )
-    windows: Positive = key("240", "at most this many windows of 512 tokens", 240)
+    windows: Positive = key("240", "at most this many windows of protocol.window_tokens", 240)
     ridge: Annotated[float, check_positive] = key("0.003", "penalty, as a multiple of the mean of the diagonal", 3e-3)
     distill: Count = key("0", "then so many steps of Adam on KL to the dense logits", 0)
     lens: bool = key("false", "true: a lens instead, for halting with entropy=tuned_lens", False)
@@ -216,10 +222,8 @@ class Fit(Command):
         for path in written:
             print(f"translator={path} ({path.stat().st_size / 1e6:.2f} MB)")
         if not (self.lens or self.control):
-            files = ",".join(map(str, written))
-            print(
-                f"Choose who stops where:\n  quicksilver schedule {_without_modules(self.overrides)} save=0.4 translators=[{files}]"
-            )
+            given = f"{_without_modules(self.overrides)} save=0.4 text=[{','.join(self.text)}]"
+            print(f"Choose who stops where:\n  quicksilver schedule {given} translators=[{','.join(map(str, written))}]")
         return 0
 
     def fit(self, config: RunConfig) -> list[Path]:
@@ -230,13 +234,13 @@ class Fit(Command):
         from quicksilver.runs.context import RunContext
         from quicksilver.runtime.architecture import architecture_of
 
+        folder = _output(self.output, Path(config.results_dir) / "translators")
         loaded, name = RunContext().model(config), config.model.name
         arch, dtype = architecture_of(loaded.model), getattr(torch, self.dtype)
-        text = calibration_half(config, self.text, loaded.tokenizer, "fit", self.windows)
+        text = calibration_half(config, self.text, loaded, "fit", self.windows, continued=self.distill > 0)
         for dataset, said in text.provenance["texts"].items():
             left_out = f"{said['left_out']} of {said['paragraphs']} paragraphs left out, test text has them too"
             print(f"{dataset}: {said['windows']} windows; {left_out}")
-        folder = Path(self.output or Path(config.results_dir) / "translators")
         if self.lens:
             path = folder / f"{name}.lens.safetensors"
             fit_lens(arch, text, ridge=self.ridge, progress=bar("fitting")).save(path, dtype)
@@ -250,7 +254,10 @@ class Fit(Command):
             found = fit_translators(
                 arch, text, layers, ridge=self.ridge, control=self.control, checkpoint=sums, progress=progress
             )
-            return {layer: self._distilled(arch, one, text) if self.distill else one for layer, one in found.items()}
+            return {
+                layer: self._distilled(arch, one, text, config.protocol.prompt_tokens) if self.distill else one
+                for layer, one in found.items()
+            }
 
         found, cost = priced(fitted, model=name, layers=layers, distill_steps=self.distill, tokens=text.ids.numel())
         written = {layer: folder / f"{name}.layer{layer}{control}.safetensors" for layer in found}
@@ -260,15 +267,16 @@ class Fit(Command):
         cost.save(folder / f"{name}{control}.cost.json")
         return [*written.values()]
 
-    def _distilled(self, arch: Architecture, translator: Translator, text: FitText) -> Translator:
+    def _distilled(self, arch: Architecture, translator: Translator, text: FitText, prompt_tokens: int) -> Translator:
         from quicksilver.fitting.schedules import PROTECT_LAST, distill, smallest_schedule
 
         layer = translator.source_layer
-        found = (smallest_schedule(arch, layer, last, saved, 448) for last in reversed(PROTECT_LAST) for saved in TRAINED_FOR)
-        schedules = [schedule for schedule in found if schedule is not None]
+        asked = ((last, saved) for last in reversed(PROTECT_LAST) for saved in TRAINED_FOR)
+        found = (smallest_schedule(arch, layer, last, saved, prompt_tokens) for last, saved in asked)
         return distill(
-            arch, translator, text.ids, schedules, steps=self.distill, progress=bar(f"distilling layer {layer}", "step")
-        )
+            arch, translator, text.ids, [schedule for schedule in found if schedule is not None], steps=self.distill,
+            prompt_tokens=prompt_tokens, progress=bar(f"distilling layer {layer}", "step"),
+        )  # fmt: skip
 
 
 @dataclass
@@ -299,6 +307,7 @@ class Schedule(Command):
 
         config = compose(self.overrides)
         path = Path(self.output) if self.output else schedules_file(config)
+        _output(self.output and str(path.parent), path.parent)
         self.choose(config, path)
         print(f"Written: {path}")
         given = _without_modules(self.overrides)
@@ -324,8 +333,8 @@ class Schedule(Command):
         translators = {file: Translator.load(file) for file in self.translators}
         for translator in translators.values():
             translator.check(arch)
-        text = calibration_half(config, self.text, loaded.tokenizer, "choose", self.windows)
-        judge, schedules = KLToDense(arch, text.ids), dict[float, Any]()
+        text = calibration_half(config, self.text, loaded, "choose", self.windows, continued=True)
+        judge, schedules = KLToDense(arch, text.ids, config.protocol.prompt_tokens), dict[float, Any]()
         for share in self.save:
             found, pct = search(judge, [*translators.values()], share, progress=_say), percent(share)
             schedules[int(pct) if pct.is_integer() else pct] = _entry(found)
@@ -338,6 +347,13 @@ class Schedule(Command):
         }  # fmt: skip
         rule = "chosen by KL to dense on calibration text, by the rule of docs/predicted-kv.md (quicksilver schedule)"
         write_atomically(path, f"# {config.model.name}: {rule}.\n{yaml.safe_dump(content, sort_keys=False)}".encode())
+
+
+def _output(given: str | None, otherwise: Path) -> Path:
+    """The folder that is written to; refused before the work where it takes no file."""
+    folder = Path(given) if given else otherwise
+    check_writable("output" if given else "results_dir", folder)
+    return folder
 
 
 def _entry(found: Sequence[Candidate]) -> dict[str, Any]:
@@ -364,11 +380,25 @@ def bar(what: str, unit: str = "batch") -> Any:
     return lambda steps: tqdm(steps, desc=what, unit=unit, file=sys.stderr)
 
 
-def calibration_half(config: RunConfig, datasets: Sequence[str], tokenizer: object, half: Half, windows: int | None) -> FitText:
-    """Windows of one half of these datasets' calibration parts, without what the test part of any dataset at hand has, too."""
+def calibration_half(
+    config: RunConfig, datasets: Sequence[str], loaded: Loaded, half: Half, windows: int | None, *, continued: bool = False
+) -> FitText:
+    """Windows of one half of these datasets' calibration parts, without what the test part of any dataset at hand has, too.
+
+    Args:
+        continued: each window is a prompt of protocol.prompt_tokens, and tokens after it.
+    """
+    from quicksilver.data.windows import check_context
     from quicksilver.fitting.fit import fit_text
     from quicksilver.runs.choices import choices
 
+    window_tokens, prompt_tokens = config.protocol.window_tokens, config.protocol.prompt_tokens
+    check_context(loaded.model, window_tokens)
+    if continued and prompt_tokens > window_tokens - 2:
+        raise ConfigError(
+            f"protocol.prompt_tokens={prompt_tokens}: two tokens at least must follow it in a window of "
+            f"protocol.window_tokens={window_tokens}. Give at most {window_tokens - 2}."
+        )
     texts = {name: _part(config, name, "calibration") for name in datasets}
     evaluation = {}
     for name in choices("dataset"):
@@ -376,7 +406,7 @@ def calibration_half(config: RunConfig, datasets: Sequence[str], tokenizer: obje
             evaluation[name] = _part(config, name, "test").text
         except QuickSilverError:
             continue  # not at hand: then nothing can be scored on it here, either
-    return fit_text(texts, evaluation, tokenizer, half=half, windows=windows)
+    return fit_text(texts, evaluation, loaded.tokenizer, half=half, windows=windows, window_tokens=window_tokens)
 
 
 def _part(config: RunConfig, name: str, part: Literal["test", "calibration"]) -> Any:

@@ -2,7 +2,9 @@
 
     python scripts/try_slurm.py                      # 12 runs, as a test: about a minute of work
     python scripts/try_slurm.py --runs 200           # the whole trial
+    python scripts/try_slurm.py --windows 2000        # one run of so many windows that two workers share, killed five times
     python scripts/try_slurm.py --speed --runs 100    # no trial: one worker and two are timed; give the machine to it alone
+    python scripts/try_slurm.py --speed --windows 2000
 
 Needs root and the packages slurmctld, slurmd, slurm-client and munge (Debian: apt-get install slurm-wlm munge). What it starts it stops; its
 files lie in a temporary folder. The steps: the sweep is started with two workers; one worker is killed while it makes a run; then the command
@@ -22,8 +24,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -41,7 +44,8 @@ CryptoType=crypto/munge
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
+SelectTypeParameters=CR_CPU_Memory
+DefMemPerCPU=3000
 SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
@@ -54,10 +58,12 @@ SlurmdPidFile={folder}/slurmd.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.log
 AccountingStorageType=accounting_storage/none
-JobAcctGatherType=jobacct_gather/none
+JobAcctGatherType=jobacct_gather/linux
+JobAcctGatherFrequency=task=1
+JobAcctGatherParams=OverMemoryKill
 SchedulerParameters=batch_sched_delay=0,sched_interval=1
 KillWait=2
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory=8000 State=UNKNOWN
 PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
 """
 
@@ -138,18 +144,19 @@ class Sweeping:
 
     def __init__(self, folder: Path, environment: dict[str, str], runs: int, windows: int, layers: int, window: int) -> None:
         sys.path.insert(0, str(ROOT / "tests"))
-        from harness_world import make_world
+        from harness_world import make_text, make_world
 
         self.folder, self.environment = folder, environment
         world = make_world(folder / "world", layers=layers, window=window, prompt=window * 3 // 4)
+        make_text(folder / "world" / "test.txt", seed=1, words=max(150, windows // 4) * window // 32)
         asked = ["modules=[random_halting]", f"seed=range(0,{runs})", "measure=sweep", f"dataset.windows={windows}", "name=trial"]
         self.words = [sys.executable, "-m", "quicksilver", "run", "-m", *world, *asked]
 
-    def start(self, results: str, workers: int | None = None) -> subprocess.Popen[str]:
+    def start(self, results: str, workers: int | None = None, *more: str) -> subprocess.Popen[str]:
         """With workers of Slurm; None: in one process."""
         words = [*self.words, f"results_dir={self.folder / results}"]
         if workers is not None:
-            words += ["hydra/launcher=submitit_slurm", f"workers={workers}", "hydra.launcher.cpus_per_task=1"]
+            words += ["hydra/launcher=submitit_slurm", f"workers={workers}", "hydra.launcher.cpus_per_task=1", *more]
         with (self.folder / f"{results}.log").open("a") as log:
             return subprocess.Popen(words, cwd=ROOT, env=self.environment, stdout=log, stderr=log, text=True)
 
@@ -241,17 +248,127 @@ def trial(folder: Path, runs: int) -> dict[str, float | int]:
     return found | {"looks_at_the_status": watcher.looks, "runs_the_page_was_behind_at_most": watcher.page_behind}
 
 
-def speed(folder: Path, runs: int) -> dict[str, float | int]:
-    """Time the same sweep with one worker and with two, of one thread each.
+class BlockWatcher(threading.Thread):
+    """Looks at the blocks of runs in the making, fifty times a second: how often each was begun, and how often it was published."""
+
+    def __init__(self, results: Path) -> None:
+        super().__init__(daemon=True)
+        self.drafts = results / "runs" / ".drafts"
+        self.begun, self.published = defaultdict[Path, set[str]](set), defaultdict[Path, set[int]](set)
+        self.pids: set[int] = set()
+
+    def run(self) -> None:
+        """Until the program ends."""
+        from quicksilver.records import lease
+
+        while True:
+            with suppress(OSError):  # folders go while they are looked at
+                for path in self.drafts.glob("*/*/quality-*"):
+                    if path.suffix == ".block":
+                        self.published[path].add(path.stat().st_ino)
+                    elif path.suffix == ".lock" and (who := lease.holder(path)) is not None:
+                        self.begun[path].add(who.token)
+                        self.pids.add(who.pid)
+            time.sleep(0.02)
+
+    def again(self) -> dict[str, int]:
+        """Blocks in all; how many were begun, and how many were published, more than once."""
+        begun, published = (sum(map(len, found.values())) - len(found) for found in (self.begun, self.published))
+        counts = {"blocks": len(self.published), "workers_seen": len(self.pids)}
+        return counts | {"blocks_begun_again": begun, "blocks_computed_twice": published}
+
+
+def one_run(folder: Path, windows: int) -> dict[str, float | int]:
+    """Let two workers share one run; kill a worker and the head, end a job's time and its memory, take the node down; compare.
+
+    Raises:
+        Trouble: the record is missing, or another than that of one process; more than two blocks were computed twice.
+    """
+    found: dict[str, float | int] = {"windows": windows}
+    with slurm(folder / "slurm") as environment:
+        sweeping = Sweeping(folder, environment, 1, windows, layers=12, window=192)
+        results, log = folder / "shared", folder / "shared.log"
+        watcher, looker = Watcher(results, 1, workers=2), BlockWatcher(results)
+        looker.start()
+        heads = [sweeping.start("shared", 2)]
+        node = socket.gethostname().partition(".")[0]
+
+        def slurm_does(*words: str) -> None:
+            subprocess.run(words, env=environment, capture_output=True, check=True)
+
+        def jobs() -> list[str]:
+            asked = ["squeue", "--noheader", "--array", "--states=RUNNING", "--format=%i"]
+            return subprocess.run(asked, env=environment, capture_output=True, text=True).stdout.split()
+
+        def more_blocks() -> bool:
+            """Wait for some blocks, and say whether the run is over; the command goes on where its workers are gone."""
+            enough = len(looker.published) + max(1, 2 * windows // 32 // 8)  # of the dense run and of the run
+            end = time.monotonic() + 900
+            while len(looker.published) < enough and watcher.done() == 0:
+                if heads[-1].poll() is not None:
+                    heads.append(sweeping.start("shared", 2))
+                if time.monotonic() > end:
+                    raise Trouble("no block is made in a quarter of an hour")
+                time.sleep(0.1)
+            return watcher.done() == 1
+
+        def the_worker() -> None:
+            os.kill(watcher.makers()[0], signal.SIGKILL)
+
+        def the_head() -> None:
+            heads[-1].kill()
+            heads[-1].wait()
+
+        def the_time() -> None:  # the signal that Slurm sends before a job's time is over
+            slurm_does("scancel", "--signal=USR2", "--batch", jobs()[0])
+
+        def the_memory() -> None:
+            slurm_does("scancel", "--partition=main")
+            heads[-1].wait()
+            heads.append(sweeping.start("shared", 2, "+hydra.launcher.additional_parameters={mem:200M}"))
+            heads[-1].wait(900)
+            if "out of memory" not in log.read_text():
+                raise Trouble("a job had more memory than it asked for, and nobody says so")
+
+        def the_node() -> None:
+            slurm_does("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=trial")
+            time.sleep(3)
+            slurm_does("scontrol", "update", f"NodeName={node}", "State=RESUME")
+
+        for kill in (the_worker, the_head, the_time, the_memory, the_node):
+            over = more_blocks()
+            found[f"blocks_before_{kill.__name__}"] = len(looker.published)
+            if over:
+                raise Trouble("the run was over before it was killed five times: give it more windows")
+            kill()
+            print(f"{kill.__name__}, at {len(looker.published)} blocks", file=sys.stderr, flush=True)
+        _until(more_blocks, 3600, "the run does not end")
+        heads[-1].wait()
+        sweeping.wait(sweeping.start("serial"), "serial")
+        _compare(_records(results), _records(folder / "serial"), 2)
+        for record in (folder / "serial" / "runs").glob("[!.]*"):
+            for name in ("windows.parquet", "trace.safetensors"):
+                there = [place / name for place in (record, results / "runs" / record.name)]
+                if there[0].exists() and there[0].read_bytes() != there[1].read_bytes():
+                    raise Trouble(f"{there[1]} is not that of one process")
+        found |= looker.again()
+        if found["blocks_computed_twice"] > 2:
+            raise Trouble(f"{found['blocks_computed_twice']} blocks were computed twice")
+    return found
+
+
+def speed(folder: Path, runs: int, windows: int | None = None) -> dict[str, float | int]:
+    """Time the same sweep, or one run of so many windows, with one worker and with two, of one thread each.
 
     Returns:
         Seconds of the whole command, Slurm's daemons running before it; of its parts: until the head hands the workers to Slurm, until the
         first record is there, from that to the last, and until the command ends.
     """
-    found: dict[str, float | int] = {"runs": runs}
+    runs = 1 if windows else runs
+    found: dict[str, float | int] = {"runs": runs, "windows": windows or 24, "load_before": os.getloadavg()[0]}
     with slurm(folder / "slurm") as environment:
         environment |= {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-        sweeping = Sweeping(folder, environment, runs, windows=24, layers=12, window=256)
+        sweeping = Sweeping(folder, environment, runs, windows or 24, layers=12, window=256)
         for workers in (1, 2):
             results = folder / f"workers_{workers}"
             began = time.time()  # files have their times of this clock
@@ -264,7 +381,8 @@ def speed(folder: Path, runs: int) -> dict[str, float | int]:
                 "seconds_from_last_record_to_end": time.time() - ends[-1],
             }  # fmt: skip
             found |= {f"{of}_with_{workers}": round(seconds, 1) for of, seconds in parts.items()}
-    for of in ("seconds", "seconds_from_first_to_last_record"):
+            found[f"load_after_{workers}"] = os.getloadavg()[0]
+    for of in ("seconds", "seconds_from_first_to_last_record"):  # of one run: its dense run's, and its own
         found[f"times_as_fast_by_{of}"] = round(found[f"{of}_with_1"] / max(found[f"{of}_with_2"], 1e-9), 2)
     return found
 
@@ -290,6 +408,7 @@ def main() -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=12, help="of the sweep (default: 12)")
+    parser.add_argument("--windows", type=int, help="of one run that the workers share, instead of a sweep")
     parser.add_argument("--speed", action="store_true", help="time one worker and two instead: give the machine to it alone")
     parser.add_argument("--keep", action="store_true", help="keep the temporary folder")
     asked = parser.parse_args()
@@ -300,7 +419,11 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is stopped then as well
     folder = Path(tempfile.mkdtemp(prefix="quicksilver-slurm-"))
     try:
-        print(json.dumps((speed if asked.speed else trial)(folder, asked.runs), indent=1))
+        if asked.speed:
+            found = speed(folder, asked.runs, asked.windows)
+        else:
+            found = one_run(folder, asked.windows) if asked.windows else trial(folder, asked.runs)
+        print(json.dumps(found, indent=1))
     except Trouble as error:
         print(f"{error}. Files: {folder}", file=sys.stderr)
         asked.keep = True

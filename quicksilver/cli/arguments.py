@@ -147,10 +147,12 @@ class SweepOptions(MakesRuns):
     Attributes:
         name: of the sweep; None: of its experiment, and what only the same runs get.
         limit: make no more than so many runs that have no record; the others wait for the same command without it.
+        shard: workers share the windows of each run. Without it they do so once no run is free.
     """
 
     name: str | None = key("NAME", "of a sweep; default: that of its experiment")
     limit: Positive | None = key("20", "of a sweep: make no more than so many runs that have no record")
+    shard: bool = key("true", "of a sweep: workers share the windows of each run, so that the first ends soonest", False)
 
 
 def run_keys() -> list[str]:

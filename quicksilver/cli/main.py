@@ -107,7 +107,7 @@ def _dispatch(words: list[str]) -> int:
     if not command.own_help and {"-h", "--help"} & set(rest):
         print(help_of(name))
         return 0
-    if name == "run" and "model.parallel=tensor" in rest:
+    if name == "run" and ("model.parallel=tensor" in rest or not {"-m", "--multirun"} & set(rest)):
         if os.environ.get("RANK", "0") != "0":
             return _quiet_on_other_ranks(lambda: command.parsed(rest, f"quicksilver {name}").main())
     else:
@@ -129,8 +129,8 @@ def _refuse_torchrun() -> None:
     processes = os.environ.get("WORLD_SIZE", "1")
     if "TORCHELASTIC_RUN_ID" in os.environ and processes != "1":
         raise ConfigError(
-            f"torchrun started {processes} processes, and each would make the same runs: start quicksilver by itself. A run or a sweep (-m) "
-            "whose model is cut among them has model.parallel=tensor; model.device_map=auto spreads a model over devices."
+            f"torchrun started {processes} processes, and each would make the same runs: start quicksilver by itself. They share the windows "
+            "of one run (`run` without -m). A sweep (-m) whose model is cut among them has model.parallel=tensor."
         )
 
 

@@ -39,13 +39,14 @@ from quicksilver.runs.config import RunConfig, compose
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.estimate import check_time, estimates, table
 from quicksilver.runs.launchers import HERE, SERIAL, check_launcher, launch, launcher_name
-from quicksilver.runs.run import Plan, Progress, make, parts_of, plan
+from quicksilver.runs.run import Plan, Progress, check_shared, make, parts_of, plan
 from quicksilver.runs.sweep import Manifest, Sweep, SweepRun, check_name, claimed, default_name, expanded, time_left_s
 from quicksilver.runs.tracker import check_tracker, sync_hint
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 _ALIKE = 3  # failures of one kind in a row end a sweep
 _FAILURES = 5  # of drawn runs end one start
+_AGAIN = 50  # draws in a row of runs that are there, too
 PlanOf = Callable[[SweepRun], Plan]
 
 
@@ -79,6 +80,11 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
         with gc_disabled():
             composed = compose_runs(overrides, settings, extra_dirs, asked.yes)
         first = composed.configs[0]
+        if asked.shard and launcher == SERIAL:
+            raise ConfigError(
+                "shard=true: one process has nobody to share windows with. Add hydra/launcher=joblib, or leave it out."
+            )
+        check_shared(composed.configs if asked.shard else (), "shard=true")
         if parallel.processes() > 1:
             _join(composed)
             if parallel.rank() > 0:
@@ -279,7 +285,7 @@ def _make(board: Board, composed: Composed, asked: SweepOptions, settings: DictC
     if workers < sweep.manifest.workers:
         _err(f"workers={sweep.manifest.workers}: the runs have {parts} blocks of windows, so {workers} start.")
     last_first = [run for run in reversed(runs) if run.number in wanted]  # the last is open longest
-    worker = Worker(str(sweep.store.root.absolute()), sweep.manifest.name, tuple(wanted))
+    worker = Worker(str(sweep.store.root.absolute()), sweep.manifest.name, tuple(wanted), asked.shard)
     try:
         with _watched(board):
             launch(
@@ -296,11 +302,13 @@ class Worker:
 
     Attributes:
         wanted: numbers of the runs.
+        shard: of `claimed`.
     """
 
     results_dir: str
     name: str
     wanted: tuple[int, ...]
+    shard: bool = False
 
     def __call__(self, _: Any = None) -> int:
         """Returns how many runs the sweep has left.
@@ -323,7 +331,8 @@ class Worker:
         with _ends_with_its_job(), sweep.at_work():
             board = Board(sweep)
             self._load(sweep, plan_of)
-            work_through(board, plan_of, claimed(sweep, self.wanted, board.catch_up), len(self.wanted), shown=False)
+            runs = claimed(sweep, self.wanted, board.catch_up, shard=self.shard)
+            work_through(board, plan_of, runs, len(self.wanted), shown=False)
         return sum(state.state in ("waiting", "running") for state in sweep.states())
 
     def _load(self, sweep: Sweep, plan_of: PlanOf) -> None:
@@ -531,17 +540,30 @@ def _drawn(
     plan_of: Callable[[Sequence[str]], Plan],
     limit: int | None,
 ) -> Generator[tuple[SweepRun, int], None, None]:
-    """Runs that the study draws, until it has as many as asked for; it is told what each gave."""
+    """Runs that the study draws, until it has as many as asked for; it is told what each gave. Values that compose to a run that it has are drawn
+    again, and count as no trial."""
     from optuna.trial import TrialState
 
-    failed = made = 0
+    prints = {run.overrides: run.fingerprint for run in sweep.manifest.runs}
+    there = {prints.get(space.words(trial.params)[0]) for trial in studies.complete(study)}
+    failed = made = again = 0
     while (done := len(studies.complete(study))) < config.trials and made != limit and failed < _FAILURES:
-        made += 1
         trial = study.ask(dict(space.drawn))
         words, differing = space.words(trial.params)
         fingerprint = None
         with suppress(QuickSilverError):  # whoever makes it says why
             fingerprint = plan_of(words).wanted[0].fingerprint
+        if fingerprint is not None and fingerprint in there:
+            study.tell(trial, state=TrialState.FAIL)
+            again += 1
+            if again == _AGAIN:
+                say(
+                    f"{_AGAIN} draws in a row gave runs that are there: {done} of {config.trials} are made, and hardly another can be drawn."
+                )
+                return
+            continue
+        again = 0
+        made += 1
         run = sweep.draw(words, differing, fingerprint)
         yield run, config.trials - done
         record = None if run.fingerprint is None else sweep.store.get(run.fingerprint)
@@ -549,4 +571,5 @@ def _drawn(
             failed += 1
             study.tell(trial, state=TrialState.FAIL)
         else:
+            there.add(run.fingerprint)
             study.tell(trial, studies.values_of(record, config.objectives))

@@ -45,6 +45,14 @@ def processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
+def take_device() -> None:
+    """Of several processes with the whole model each, give this one the CUDA device of its number, where there are devices."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+
+
 def rank() -> int:
     """Which of them this is, from 0."""
     return int(os.environ.get("RANK", "0")) if processes() > 1 else 0

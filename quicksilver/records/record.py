@@ -24,7 +24,7 @@ import re
 import shutil
 import tempfile
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -477,12 +477,17 @@ def record_frame(results_dir: Path | str) -> pd.DataFrame:
     Raises:
         ConfigError: a directory there is not a whole record.
     """
-    import pandas as pd
-
     runs, kept = Path(results_dir) / "runs", Path(results_dir) / "records"
     found = {p.name: p for p in (runs.iterdir() if runs.is_dir() else ()) if p.is_dir() and not p.name.startswith(".")}
     found |= {name: kept / name for name in archive.names(kept)}
-    contents = [load_record(found[name]).content for name in sorted(found)]
+    return frame_of([load_record(found[name]) for name in sorted(found)])
+
+
+def frame_of(records: Sequence[Record]) -> pd.DataFrame:
+    """`record_frame` of these."""
+    import pandas as pd
+
+    contents = (record.content for record in records)
     rows = [flat({k: v for k, v in one.items() if k not in ("identity", archive.ENTRY, CHECKSUM)}) for one in contents]
     if not rows:
         return pd.DataFrame(index=pd.Index([], name="fingerprint"))

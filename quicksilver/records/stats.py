@@ -192,10 +192,12 @@ def pairs_of(
     for one, needed in ((record, column), (baseline, baseline_column)):
         if needed not in one.windows:
             raise ConfigError(f"{one.path}/windows.parquet has no column {needed}; it has {', '.join(one.windows.columns)}.")
-    ours, theirs = record.windows.set_index("window"), baseline.windows.set_index("window")
-    if set(ours.index) != set(theirs.index) or not ours.index.is_unique or len(ours) != len(theirs):
-        raise ConfigError(f"{record.path} and {baseline.path} scored different windows: they do not pair.")
-    theirs = theirs.loc[ours.index]
+    ours, theirs = record.windows, baseline.windows
+    if not np.array_equal(ours["window"], theirs["window"]) or not ours["window"].is_unique:
+        ours, theirs = ours.set_index("window"), theirs.set_index("window")
+        if set(ours.index) != set(theirs.index) or not ours.index.is_unique or len(ours) != len(theirs):
+            raise ConfigError(f"{record.path} and {baseline.path} scored different windows: they do not pair.")
+        theirs = theirs.loc[ours.index]
     columns = (ours[column], ours["tokens"], theirs[baseline_column], theirs["tokens"])
     return tuple(values.to_numpy(np.float64) for values in columns)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -27,7 +28,7 @@ def window_tokens(record: Record, window: int) -> list[str]:
         ConfigError: text or tokenizer cannot be had, or they are not those of the record.
     """
     config = record.config
-    model, dataset = (OmegaConf.to_yaml(OmegaConf.create(config[group])) for group in ("model", "dataset"))
+    model, dataset = (json.dumps(config[group]) for group in ("model", "dataset"))
     ids, tokenizer = _windows(model, dataset, config["data"]["root"], record.protocol.window_tokens, record.data.token_digest)
     return [tokenizer.decode([number]) for number in ids[window].tolist()]
 
@@ -50,4 +51,4 @@ def _windows(model: str, dataset: str, root: str | None, window_tokens: int, dig
 
 
 def _typed(schema: type, entries: str) -> Any:
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(entries)))
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), json.loads(entries)))

@@ -88,11 +88,14 @@ LEGEND = (
 LOOKAHEAD = "† marks results that look ahead: decisions read the tokens to be predicted (the paper's variant, lookahead=true)."
 
 
-def against_dense(record: Record, dense: Record) -> dict[str, Any]:
+def against_dense(record: Record, dense: Record, *, intervals: bool = True) -> dict[str, Any]:
     """Everything a table prints about `record` against `dense`, the record of the same run without modules.
 
     Speedup and FLOPs saved are percentage decreases (as in the paper: 25 means that a quarter of it is gone), Δppl is perplexity
     minus dense perplexity with its 95% paired bootstrap interval, in perplexity and in percent. What was not measured is absent.
+
+    Args:
+        intervals: without them no window is read, and of quality Δppl in percent is the only difference.
 
     Raises:
         ConfigError: the two records do not hold the same windows, or too few for an interval.
@@ -105,7 +108,7 @@ def against_dense(record: Record, dense: Record) -> dict[str, Any]:
     if audit is not None:
         row |= {key: getattr(audit, key.removeprefix("audit_")) for key in AUDIT}
     if record.fingerprint != dense.fingerprint:
-        row |= _quality(record, dense, null)
+        row |= _quality(record, dense, null) if intervals else {"delta_ppl_pct": 100 * (quality.ppl / dense.quality.ppl - 1)}
     for ledger in LEDGERS:
         row |= {f"{ledger}_flops": record.flops(ledger), f"{ledger}_flops_saved_pct": record.flops_saved_pct(ledger)}
     if record.dense is not None and record.dense.kv_bytes:

@@ -356,15 +356,15 @@ def without_folders(entry: Any) -> Any:
     Args:
         entry: text, or mappings and lists of it; anything else comes back as it is.
     """
-    if isinstance(entry, Mapping):
-        return {without_folders(key): without_folders(value) for key, value in entry.items()}
-    if isinstance(entry, list | tuple):
-        return type(entry)(map(without_folders, entry))
     if not isinstance(entry, str):
+        if isinstance(entry, Mapping):
+            return {without_folders(key): without_folders(value) for key, value in entry.items()}
+        return type(entry)(map(without_folders, entry)) if isinstance(entry, list | tuple) else entry
+    if "/" not in entry:
         return entry
     if entry.startswith("folder:/") and "\n" not in entry:
         return f"folder:{Path(entry).name}"
-    return Path(entry).name if "\n" not in entry and Path(entry).is_absolute() else _FOLDERS.sub(r"\1", entry)
+    return Path(entry).name if "\n" not in entry and entry.startswith("/") else _FOLDERS.sub(r"\1", entry)
 
 
 # --- as LaTeX ---------------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ that is repeated for a second. An estimate: kernels smaller than that product ar
 from __future__ import annotations
 
 import json
+import statistics
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -30,25 +32,33 @@ _MATMUL_SHARE = 0.6  # of the speed of a large product: assumed of a decoder lay
 _TRACE_BYTES = 6  # a token and layer of a record, at most
 _BYTES_PER_TOKEN = 4  # of English
 _SLOWEST = 1e10  # floating-point operations a second: less than any machine that is used for this
+_SAMPLES = 4  # of the speed, with pauses: a shared processor gave 95 and 280 GFLOP/s within seconds
 _VARIANTS = 3  # that take turns while time is taken: dense, the run, dense again
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Floating-point operations a second of a large matrix product, in the model's dtype on its device."""
+    """Floating-point operations a second of a large matrix product, in the model's dtype on its device: the median of some samples, and their
+    `slowest` and `fastest` as multiples of it."""
 
     flops_per_s: float
     device: str
+    slowest: float = 1.0
+    fastest: float = 1.0
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one run takes: operations of all its passes, weights alone and all memory (with the largest batch's logits, states and K/V), and the disk
-    of its record."""
+    """What one run takes: operations and calls of all its passes, weights alone and all memory (with the largest batch's logits, states and K/V),
+    and the disk of its record. Seconds are by the median speed, then by the fastest and the slowest sample; those of a block are what a kill costs
+    at most."""
 
     label: str
     flops: int
+    calls: int
     seconds: float
+    seconds_between: tuple[float, float]
+    block_seconds: float
     weights_bytes: int
     memory_bytes: int
     disk_bytes: int
@@ -105,7 +115,7 @@ def _config_folder(config: ModelConfig, root: Path | None) -> Path:
 
 
 def measured_speed(dtype: str, device_map: str, *, seconds: float = 1.0, size: int = 1024) -> Speed:
-    """The speed of a matrix product (size, size) that is repeated for about `seconds`; eight times as wide on a GPU."""
+    """The speed of a matrix product (size, size) in samples of together about `seconds`; eight times as wide on a GPU."""
     import torch
     from torch.utils.benchmark import Timer
 
@@ -113,7 +123,12 @@ def measured_speed(dtype: str, device_map: str, *, seconds: float = 1.0, size: i
     size = size * 8 if device == "cuda" else size
     one = torch.randn(size, size, device=device).to(getattr(torch, dtype))
     timer = Timer("one @ one", globals={"one": one}, num_threads=torch.get_num_threads())
-    return Speed(2 * size**3 / timer.blocked_autorange(min_run_time=seconds).mean, device)
+    took_s = []
+    for _ in range(_SAMPLES):
+        took_s.append(timer.blocked_autorange(min_run_time=seconds / _SAMPLES).mean)
+        time.sleep(seconds / _SAMPLES)
+    middle = statistics.median(took_s)
+    return Speed(2 * size**3 / middle, device, middle / max(took_s), middle / min(took_s))
 
 
 def window_flops(arch: Architecture, tokens: int) -> int:
@@ -127,8 +142,11 @@ def estimate(config: RunConfig, arch: Architecture, speed: Speed, windows: int) 
     """What one run takes, at that speed; `windows`: how many it scores."""
     import torch
 
-    protocol = config.protocol
-    flops = round(windows_passed(config, windows) * window_flops(arch, protocol.window_tokens))
+    from quicksilver.measure.perplexity import BLOCK_WINDOWS
+
+    protocol, passed = config.protocol, windows_passed(config, windows)
+    calls = round(passed / protocol.batch_size * (2 if protocol.name == "continuation" else 1))
+    flops = round(passed * window_flops(arch, protocol.window_tokens))
     element = torch.empty((), dtype=getattr(torch, config.model.dtype)).element_size()
     weights = sum(parameter.numel() for parameter in arch.model.parameters()) * element
     tokens = min(protocol.batch_size, windows) * protocol.window_tokens
@@ -138,7 +156,10 @@ def estimate(config: RunConfig, arch: Architecture, speed: Speed, windows: int) 
     states = 8 * tokens * arch.width * 4
     record = windows * protocol.window_tokens * arch.n_layers * _TRACE_BYTES if config.modules else 0
     seconds = flops / (_MATMUL_SHARE * speed.flops_per_s)
-    return Estimate(config.label, flops, seconds, weights, weights + kv + logits + states, record + 200_000)
+    between = (seconds / speed.fastest, seconds / speed.slowest)
+    block = seconds / passed * min(windows, max(BLOCK_WINDOWS, protocol.batch_size)) * (2 if config.modules else 1)
+    memory = weights + kv + logits + states
+    return Estimate(config.label, flops, calls, seconds, between, block, weights, memory, record + 200_000)
 
 
 def windows_passed(config: RunConfig, windows: int) -> float:
@@ -247,14 +268,20 @@ def table(found: Sequence[Estimate]) -> str:
     for one in found:
         work = f"{one.flops / 1e15:>8.3g} {one.seconds / 3600:>8.3g}"
         lines.append(f"{one.label[:64]:<64} {work} {gibibytes(one.memory_bytes):>10} {gibibytes(one.disk_bytes):>10}")
+    least, most = (sum(one.seconds_between[end] for one in found) / 3600 for end in (0, 1))
     memory, disk, here = max(one.memory_bytes for one in found), sum(one.disk_bytes for one in found), memory_bytes()
     lines.append(
-        f"{len(found)} runs: about {_hours(found):.3g} hours on this machine, {gibibytes(memory)} of memory, {gibibytes(disk)} of records on "
-        f"disk. Weights: {gibibytes(max(one.weights_bytes for one in found))}."
+        f"{len(found)} runs: about {_hours(found):.3g} hours on this machine, between {least:.3g} and {most:.3g} by the speeds measured now, "
+        f"{gibibytes(memory)} of memory, {gibibytes(disk)} of records on disk. Weights: {gibibytes(max(one.weights_bytes for one in found))}."
+    )
+    lines.append(
+        f"A run that is killed or queued again loses one block of windows at most: {max(one.block_seconds for one in found):.2g} s."
     )
     if memory > here:
+        # What does not fit is read anew in every call.
+        traffic = sum(one.calls * min(one.weights_bytes, max(0, one.memory_bytes - here)) for one in found)
         lines.append(
             f"That is more than the {gibibytes(here)} of memory that this machine has: model.device_map=auto leaves the rest on disk, "
-            "and is as slow as the disk."
+            f"and is as slow as the disk: about {gibibytes(traffic)} are read from it."
         )
     return "\n".join(lines)

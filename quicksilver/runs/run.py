@@ -313,7 +313,26 @@ def parts_of(config: RunConfig) -> int:
 
 def _may_share(config: RunConfig) -> bool:
     """Whether several processes may score a run's windows: no clock is read, and all windows are scored."""
-    return not timed_measurements(config) and config.records != "checked"
+    return config.model.parallel is None and not timed_measurements(config) and config.records != "checked"
+
+
+def check_shared(configs: Iterable[RunConfig], why: str) -> None:
+    """Refuse runs whose windows processes cannot share, `why` they would.
+
+    Raises:
+        ConfigError: a clock is read, or records=checked.
+    """
+    for config in configs:
+        if not _may_share(config):
+            timed = timed_measurements(config)
+            of = (
+                f"measure.{timed[0]} reads a clock"
+                if timed
+                else f"model.parallel={config.model.parallel}, records={config.records}"
+            )
+            raise ConfigError(
+                f"{why}: this run's windows cannot be shared ({of}). Use measure=sweep and records=any, or one process."
+            )
 
 
 def _help(step: Planned, context: RunContext, store: Store, blocks: Blocks, report: _Reporter) -> None:

@@ -22,7 +22,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -404,7 +404,7 @@ def time_left_s(left: int, seconds: Sequence[float], workers: int = 1) -> float 
 
 
 def claimed(
-    sweep: Sweep, wanted: Collection[int], on_poll: Callable[[], None] = lambda: None, nap_s: float = 0.2
+    sweep: Sweep, wanted: Collection[int], on_poll: Callable[[], None] = lambda: None, nap_s: float = 0.2, shard: bool = False
 ) -> Generator[tuple[SweepRun, int], None, None]:
     """The runs that have no record, one after the other, each held by a lease while it is made, and how many are open with it.
 
@@ -415,6 +415,7 @@ def claimed(
         wanted: numbers of runs; all others are left alone.
         on_poll: called between two looks at runs that others make.
         nap_s: between these looks.
+        shard: every run is given, in order, also one that others make: all workers share its windows.
     """
     numbers = set(wanted)
     left = [run for run in sweep.manifest.runs if run.number in numbers]
@@ -422,12 +423,12 @@ def claimed(
     while left := [run for run in sweep.open_of(left) if run.number not in given]:
         begun = False
         for place, run in enumerate(left):  # all workers go in this order: those before are taken or done
-            if run.fingerprint in sweep.store.in_the_making() or not sweep.is_open(run):
+            if not sweep.is_open(run) or (not shard and run.fingerprint in sweep.store.in_the_making()):
                 continue
             taken = sweep.take(run)
-            if taken is None:
+            if taken is None and not shard:
                 continue
-            with taken:
+            with taken or nullcontext():
                 if sweep.is_open(run):  # still
                     begun = True
                     given.add(run.number)

@@ -109,12 +109,13 @@ def test_a_signal_is_one_line_an_exit_code_and_no_draft(tmp_path: Path, sent: st
 
 
 def test_the_processes_of_torchrun_do_not_make_the_same_runs_twice(monkeypatch, capsys):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert console.main(["run", "results_dir=/not/there"]) == 2
-    said = capsys.readouterr().err
-    assert "torchrun started 2 processes" in said
-    assert said.count("\n") == 1
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    for words in (["run", "results_dir=/not/there"], ["run", "-m", "seed=0,1"], ["reproduce", "table", "11"]):
+        assert console.main(words) == 2
+        said = capsys.readouterr().err
+        assert "torchrun started 2 processes" in said
+        assert said.count("\n") == 1
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert console.main(["run", "model.path=/not/there", "model=folder", "model.name=mine"]) == 2
     assert "torchrun" not in capsys.readouterr().err

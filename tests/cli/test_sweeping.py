@@ -166,6 +166,7 @@ def test_a_run_that_another_worker_has_begun_with_is_left_to_it_until_it_dies(wo
     depths = Sweep.load(results, "depths")
     taken = depths.take(depths.manifest.runs[1])
     assert depths.take(depths.manifest.runs[1]) is None
+    assert [run.number for run, _ in claimed(depths, {1, 2, 3}, shard=True)] == [2, 3]  # its windows are shared
     assert [run.number for run, _ in claimed(depths, {1, 2, 3}, taken.release, nap_s=0)] == [3, 2]
     assert not list((depths.folder / "taken").iterdir())
 
@@ -319,6 +320,30 @@ def test_a_worker_goes_through_the_runs_once(sweep_folder, monkeypatch):
     for run, _ in claimed(there, range(1, 41), nap_s=0):
         there.failed(run, ValueError())
     assert len(looks) == 2 * len(runs)  # when its turn comes, and once it is held
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["measure=sweep"], "shard=true: one process has nobody to share windows with"),
+        (["hydra/launcher=joblib", "workers=1", "measure=default"], "cannot be shared (measure.latency reads a clock)"),
+        (
+            ["hydra/launcher=joblib", "measure=sweep", "records=checked"],
+            "cannot be shared (model.parallel=None, records=checked)",
+        ),
+    ],
+)
+def test_windows_that_cannot_be_shared_are_refused(more, said, words, refused):
+    assert said in refused("run", "-m", *words, "seed=0,1", "shard=true", *more)
+
+
+def test_no_more_workers_start_than_there_are_blocks(words, monkeypatch, capsys):
+    launched = []
+    monkeypatch.setattr(sweeping, "launch", lambda settings, task, workers, *_: launched.append((workers, task.shard)))
+    asked = [*words, "seed=0,1", "measure=sweep", "dataset.windows=40", "protocol.batch_size=4", "hydra/launcher=joblib"]
+    assert sweep(*asked, "workers=9", "shard=true") == 0
+    assert launched == [(4, True)]
+    assert "workers=9: the runs have 4 blocks of windows, so 4 start." in capsys.readouterr().err
 
 
 # --- what is refused before anything starts ------------------------------------------------------------------------------------------

@@ -75,6 +75,20 @@ def test_what_cannot_be_estimated_is_one_line(tmp_path, monkeypatch):
         estimate.shape_of(ModelConfig(name="mine", path="/not/there"))
 
 
+def test_a_plan_says_between_which_hours_what_an_offload_reads_and_what_a_kill_costs(words, monkeypatch):
+    monkeypatch.setattr(estimate, "memory_bytes", lambda: 1000)
+    config = compose([*words, "measure=sweep", "dataset.windows=320", "protocol.batch_size=4"])
+    (found,) = estimate.estimates([config], estimate.Speed(1e6, "cpu", 0.5, 2.0))
+    assert found.seconds_between == (found.seconds / 2, found.seconds * 2)
+    assert found.calls == 81  # and one for the batch that is counted
+    assert found.block_seconds == pytest.approx(found.seconds * 32 / estimate.windows_passed(config, 320))
+    said = estimate.table([found])
+    hours = found.seconds / 3600
+    assert f"between {hours / 2:.3g} and {2 * hours:.3g} by the speeds measured now" in said
+    assert "loses one block of windows at most: " in said
+    assert f"about {memory_check.gibibytes(81 * found.weights_bytes)} are read from it" in said
+
+
 def test_a_text_that_is_scored_whole_is_counted(words):
     configs = [compose([*words, f"dataset.windows={windows}"]) for windows in ("null", "5", "8")]
     whole, less, more = (estimate.estimates([config], SPEED)[0].flops for config in configs)

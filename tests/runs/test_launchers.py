@@ -122,13 +122,13 @@ def test_a_worker_makes_what_is_left(words, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "ray"])
+@pytest.mark.parametrize("launcher", ["joblib", "joblib shard=true", "submitit_local", "ray"])
 def test_two_workers_make_what_one_process_makes(launcher, world, tmp_path):
     """In processes of their own: joblib, submitit and Ray start workers that import everything."""
     if launcher == "ray":
         pytest.importorskip("hydra_plugins.hydra_ray_launcher", reason="needs the extra ray")
     found = {}
-    for name, more in {"serial": [], "two": [f"hydra/launcher={launcher}", "workers=2"]}.items():
+    for name, more in {"serial": [], "two": [*f"hydra/launcher={launcher}".split(), "workers=2"]}.items():
         words = [*world, f"results_dir={tmp_path / name}", *DEPTHS, *more]
         command = [sys.executable, "-m", "quicksilver", "run", "-m", *words]
         made = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=900)

@@ -64,6 +64,17 @@ def test_a_study_goes_on_where_it_was_killed_and_keeps_its_front(words, tmp_path
     assert record_frame(tmp_path / "results").index.equals(frame.index)  # nothing was made again
 
 
+def test_a_value_that_composes_to_a_run_that_is_there_counts_as_no_trial(words, tmp_path, capsys, monkeypatch):
+    made, real = [], harness_run._run
+    monkeypatch.setattr(harness_run, "_run", lambda step, *rest: made.append(step.fingerprint) or real(step, *rest))
+    choice = [*(word for word in DRAWN if "interval" not in word), "modules.static_depth.depth=0.2,0.5,0.50"]
+    for _ in range(2):  # the second start finds its trials again
+        assert run(*words, *choice, "name=few", "hydra.sweeper.trials=5") == 0
+        assert "50 draws in a row gave runs that are there: 2 of 5 are made" in capsys.readouterr().err
+    assert [state.state for state in Sweep.load(tmp_path / "results", "few").states()] == ["done"] * 2
+    assert len(made) == len(set(made)) == 3  # with the dense one
+
+
 def test_a_plan_says_what_is_drawn_and_makes_nothing(words, tmp_path, capsys):
     assert run(*words, *DRAWN, "hydra.sweeper.trials=7", "plan=true") == 0
     out = capsys.readouterr().out

@@ -59,6 +59,20 @@ def test_two_processes_make_one_record_with_the_numbers_of_one(words, tmp_path):
 
 
 @pytest.mark.slow
+def test_processes_with_the_whole_model_each_share_the_windows_of_a_run(world, tmp_path):
+    words = [*world, "modules=[random_halting]", "measure=sweep"]
+    words += ["dataset.windows=48", "protocol.window_tokens=16", "protocol.prompt_tokens=12"]
+    made = started(*words, f"results_dir={tmp_path / 'two'}")
+    assert made.returncode == 0, made.stderr[-3000:]
+    assert made.stdout.count("  record  ") == 1
+    assert console.main(["run", *words, f"results_dir={tmp_path / 'one'}"]) == 0
+    two, one = record_of(tmp_path / "two"), record_of(tmp_path / "one")
+    assert two.windows.equals(one.windows)
+    assert two.fingerprint == one.fingerprint
+    assert two.trace_path.read_bytes() == one.trace_path.read_bytes()
+
+
+@pytest.mark.slow
 def test_two_processes_make_a_sweep_in_one_order_and_go_on_with_it(words, tmp_path):
     words = [word for word in words if not word.startswith("dataset.windows")]
     words += ["dataset.windows=4", "modules.static_depth.depth=0.4,0.6,0.8", "name=depths"]

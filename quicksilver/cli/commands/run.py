@@ -33,7 +33,7 @@ class Run(SweepOptions):
     quicksilver run --cfg job modules=[halting]     prints the composed config
     quicksilver run --help                          prints the groups and their choices
 
-    A run that has its record is not repeated. Of a sweep (-m), further keys: name=NAME, limit=20, workers=4 (docs/sweeps-and-budgets.md);
+    A run that has its record is not repeated. Of a sweep (-m), further keys: name=NAME, limit=20, workers=4, shard=true (docs/sweeps-and-budgets.md);
     `quicksilver list sweep NAME` says how far it is. plan=true says what would run, and what it would take (docs/recipes.md); what would take
     more than an hour starts with yes=true.
     """
@@ -54,16 +54,20 @@ class Run(SweepOptions):
 
             if given.multirun or self.plan or sweeping.is_sweep(overrides, extra_dirs):
                 return sweeping.main(overrides, extra_dirs, self)
-        if (self.name, self.limit, self.workers) != (None, None, None):
-            raise ConfigError("name, limit and workers are keys of a sweep: quicksilver run -m …")
+        if (self.name, self.limit, self.workers, self.shard) != (None, None, None, False):
+            raise ConfigError("name, limit, workers and shard are keys of a sweep: quicksilver run -m …")
         return self._make(compose(overrides, extra_dirs))
 
     def _make(self, config: RunConfig) -> int:
         """Make or find the record of one config and print what it says."""
         from quicksilver.cli.progress import summary, watched
+        from quicksilver.models import parallel
         from quicksilver.runs.estimate import check_time
-        from quicksilver.runs.run import make, plan
+        from quicksilver.runs.run import check_shared, make, plan
 
+        if parallel.processes() > 1 and config.model.parallel is None:
+            check_shared([config], f"torchrun started {parallel.processes()} processes")
+            parallel.take_device()
         check_time([config], self.yes)
         planned = plan([config])
         if (made := planned.wanted[0].record) is not None:

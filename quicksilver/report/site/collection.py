@@ -23,6 +23,7 @@ from quicksilver.runs.sweep import labels
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 _DATA_LIMIT_BYTES = 30_000  # a larger frame stays where it was written
+MOST_WHOLE = 500  # of records that nothing names, so many have intervals, charts and tokens
 
 
 class Problem(NamedTuple):
@@ -84,9 +85,11 @@ class Piece:
 
 @dataclass
 class NamedRecord:
-    """A record that a piece names, or the reason why it cannot be shown.
+    """A record, or the reason why it cannot be shown.
 
     Attributes:
+        pieces: that name it.
+        brief: one of many that nothing names: its pages have no interval, chart or token.
         row: what `against_dense` says of it.
         trace, samples: its pages of tokens and of generated texts.
         settings: of its configuration, what is not the same in every run.
@@ -105,6 +108,7 @@ class NamedRecord:
     settings: Mapping[str, str] = field(default_factory=dict)
     varied: tuple[str, ...] = ()
     sweep: str | None = None
+    brief: bool = False
 
     @property
     def label(self) -> str:
@@ -120,13 +124,13 @@ class Collection:
     """What one results folder has.
 
     Args:
-        also: fingerprints of records that belong to it though no table or figure names them.
+        most_whole: of records that were made here and that nothing names, so many are shown whole.
 
     Raises:
         ConfigError: there is no such folder, nothing was written in it yet, or none of the records that are named.
     """
 
-    def __init__(self, root: Path, also: Sequence[str] = ()):
+    def __init__(self, root: Path, most_whole: int = MOST_WHOLE):
         if not root.is_dir():
             raise ConfigError(f"{root} is not there: a report is made of what `make reproduce` writes into it.")
         self.root = root
@@ -134,13 +138,12 @@ class Collection:
         self._ledger = Piece("claims", "table", root, "the claims", "make claims")
         self.pieces = sorted(self._pieces(), key=lambda piece: piece.order)
         self.claims = self._claims()
-        written = any(piece.written for piece in self.pieces) or self.claims is not None
-        if not written:  # nobody has made a table here: all records belong to it
-            also = also or sorted(path.parent.name for path in root.glob("runs/*/record.json"))
+        made = sorted(path.parent.name for path in root.glob("runs/[!.]*/record.json"))
+        if not any(piece.written for piece in self.pieces) and self.claims is None:  # nobody has made a table here
             self.problems.clear()
-        self.runs = self._runs(also)
-        if not written and not also:
-            raise ConfigError(f"{root} has no record, table, figure or claim yet: make reproduce-table TABLE=11 writes some.")
+            if not made:
+                raise ConfigError(f"{root} has no record, table, figure or claim yet: make reproduce-table TABLE=11 writes some.")
+        self.runs = self._runs(made, most_whole)
         if self.runs and not any(run.record is not None for run in self.runs.values()):
             raise ConfigError(
                 f"None of the {len(self.runs)} records that the tables and figures in {root} name is in {root / 'runs'}: a report of them "
@@ -214,9 +217,9 @@ class Collection:
 
     # --- records ------------------------------------------------------------------------------------------------------------------
 
-    def _runs(self, also: Sequence[str]) -> dict[str, NamedRecord]:
-        """Every named record, and the dense record of each, by fingerprint."""
-        named: dict[str, list[Piece]] = {fingerprint: [] for fingerprint in also}
+    def _runs(self, made: Sequence[str], most_whole: int) -> dict[str, NamedRecord]:
+        """Every record that was made here or is named, and the dense record of each, by fingerprint."""
+        named: dict[str, list[Piece]] = {fingerprint: [] for fingerprint in made}
         judged = sorted({str(row["record"]) for row in self.claims or () if row.get("record")})
         for piece, names in (*((one, one.written.records) for one in self.pieces if one.written), (self._ledger, judged)):
             for name in dict.fromkeys(names):
@@ -226,11 +229,17 @@ class Collection:
             needed = run.record.dense_fingerprint if run.record is not None else None
             if needed is not None and needed not in runs:
                 runs[needed] = self._run(needed, run.pieces)
+            elif needed is not None and not runs[needed].pieces:
+                runs[needed].pieces = run.pieces
         for run in runs.values():
             run.dense = runs[run.record.dense_fingerprint or run.fingerprint].record if run.record is not None else None
+        unnamed = [run for run in runs.values() if not run.pieces]
+        for run in unnamed if len(unnamed) > most_whole else ():
+            run.brief = True
         for run in runs.values():
             try:
-                run.row = against_dense(run.record, run.dense) if run.record is not None and run.dense is not None else {}
+                if run.record is not None and run.dense is not None:
+                    run.row = against_dense(run.record, run.dense, intervals=not run.brief)
             except Exception as error:  # whatever a damaged record does: it is left out, and the others stay
                 self.trouble(run, error)
                 run.record = run.record if isinstance(error, QuickSilverError) else None

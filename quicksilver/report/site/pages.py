@@ -5,11 +5,12 @@ The same files give the same bytes. It is written to `report/` below the results
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ from markupsafe import Markup, escape
 from quicksilver.files import publish
 from quicksilver.measure.measurement import encoded
 from quicksilver.records.archive import ENTRY
-from quicksilver.records.record import EVENTS, Record
+from quicksilver.records.record import EVENTS, Record, frame_of
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import VERDICTS
@@ -34,7 +35,8 @@ T = TypeVar("T")
 
 _ASSETS = ("site.css", "site.js", "charts.js", "tokens.js", "explorer.js", "runs.js")
 # Page to template; the first page last, because pages note what is missing.
-_PAGES = {"tokens": "tokens_index", "texts": "samples_index"} | {name: name for name in ("explorer", "runs", "claims", "index")}
+_PAGES = {"tokens": "tokens_index", "texts": "samples_index"} | {name: name for name in ("explorer", "claims", "index")}
+ROWS = 500  # of a page of runs
 _FEWEST_LEFT = 2  # the name of the row and one more are not a table
 _PLACES = ("data", "results_dir", "tracker")  # where things lie on the machine that made the record
 _DESCRIBED = (
@@ -85,7 +87,23 @@ class Site:
         pairs = ((title, [(one.record, one.dense) for one in members if one.record and one.dense]) for title, members in panels)
         about = _about([run.record for run in runs if run.record is not None])
         shown = {"sweeps": without_folders(sweeps(pairs)), "about": about}
+        contents["assets/records.parquet"] = self._frame()
+        parts = [runs[first : first + ROWS] for first in range(0, len(runs), ROWS)] or [[]]
+        names = ["runs.html", *(f"runs-{number}.html" for number in range(2, len(parts) + 1))]
+        for name, part in zip(names, parts, strict=True):
+            contents[name] = self._page("runs.html", runs=part, name=name, names=names)
         return contents | {f"{page}.html": self._page(f"{template}.html", **shown) for page, template in _PAGES.items()}
+
+    def _frame(self) -> bytes:
+        """A row a record, as `record_frame` has it, in types that parquet takes."""
+        frame = frame_of([run.record for run in self.there.runs.values() if run.record is not None])
+        for name in frame.select_dtypes(exclude=["number", "bool"]):
+            if len({type(one) for one in frame[name] if one is not None and one == one}) > 1:
+                frame[name] = frame[name].map(json.dumps, na_action="ignore")
+            frame[name] = frame[name].map(without_folders, na_action="ignore")
+        written = io.BytesIO()
+        frame.to_parquet(written)
+        return written.getvalue()
 
     def _piece_pages(self, piece: Piece, **around: Piece | None) -> dict[str, bytes]:
         pictures, written = piece.pictures, piece.written
@@ -98,7 +116,7 @@ class Site:
 
     def _run_pages(self, run: NamedRecord) -> dict[str, bytes]:
         contents = {}
-        views = self._of(run, token_views) or []
+        views = [] if run.brief else self._of(run, token_views) or []
         if views and run.record is not None:
             for view in views:
                 view |= {key: without_folders(view[key]) for key in ("no_texts",) if key in view}
@@ -108,7 +126,7 @@ class Site:
         if samples := self._of(run, generated_texts):
             run.samples = f"texts/{run.fingerprint}.html"
             contents[run.samples] = self._page("samples.html", base="../", run=run, samples=samples)
-        details = self._of(run, lambda record: _details(record, run.dense))
+        details = self._of(run, lambda record: _details(record, run.dense, run.brief))
         contents[f"runs/{run.fingerprint}.html"] = self._page("run.html", base="../", run=run, details=details)
         return contents
 
@@ -176,7 +194,7 @@ def counted(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
 # --- a run ------------------------------------------------------------------------------------------------------------------------
 
 
-def _details(record: Record, dense: Record | None) -> dict[str, Any]:
+def _details(record: Record, dense: Record | None, brief: bool) -> dict[str, Any]:
     """What the page of a run shows of its record."""
     measured = flat({key: value for key, value in record.content.items() if key not in _SHOWN_APART})
     notes = provenance.notes([Outcome(Row("", "", "", "", ()), record, dense)])[:-1]
@@ -186,12 +204,19 @@ def _details(record: Record, dense: Record | None) -> dict[str, Any]:
         "environment": encoded(record.environment),
         "described": {key: record.content[key] for key in _DESCRIBED if key in record.content},
     }
-    return shown | {name: _yaml(of) for name, of in texts.items()} | {"files": record.files, "chart": windows_chart(record)}
+    chart = None if brief else windows_chart(record)
+    return shown | {name: _yaml(of) for name, of in texts.items()} | {"files": record.files, "chart": chart}
 
 
 def _yaml(entries: Mapping[str, Any]) -> str:
+    return "".join(_dumped(json.dumps({key: entry})) for key, entry in entries.items())
+
+
+@lru_cache(maxsize=4096)
+def _dumped(entry: str) -> str:
+    """An entry of a description as yaml. Most records of a folder have most entries alike, and yaml is slow."""
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the one in C where there is one: ten times as fast
-    return yaml.dump(without_folders(entries), Dumper=dumper, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.dump(without_folders(json.loads(entry)), Dumper=dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _passes(record: Record) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """The report: what it is made of, what it says about what is missing, and that a real browser can use it."""
 
 import dataclasses
+import io
 import json
 import re
 import shutil
@@ -188,6 +189,33 @@ def test_a_run_has_its_numbers_config_environment_and_passes(site, records):
     text = " ".join(Links(site / "runs" / f"{record.fingerprint}.html").text)
     for word in (f"{record.quality.ppl:.4g}", "signal: drift", record.environment.torch, "audit", "windows.parquet"):
         assert word in text, word
+
+
+def test_many_records_that_nothing_names_have_short_pages_and_a_frame(copy, records, monkeypatch):
+    for name in ("tables", "figures"):
+        shutil.rmtree(copy / name)
+    (copy / "claims.json").unlink()
+    monkeypatch.setattr("quicksilver.report.site.pages.ROWS", 2)
+    whole, brief = (Site(Collection(copy, most)).contents() for most in (len(records), 2))
+    names = {f"runs{part}.html" for part in ("", *(f"-{number}" for number in range(2, (len(records) + 3) // 2)))}
+    assert names == {name for name in brief if name.startswith("runs") and "/" not in name}
+    rows = "".join(brief[name].decode() for name in names)
+    share = records["share"]
+    assert all(record.fingerprint in rows for record in records.values())
+    name, delta = f"runs/{share.fingerprint}.html", f"{100 * (share.quality.ppl / share.dense.ppl - 1):+.2f}%"
+    for site, is_whole in ((whole, True), (brief, False)):
+        page = site[name].decode()
+        assert delta in page
+        assert "No table or figure names it." in page
+        assert (
+            ("Window by window" in page)
+            == ('class="interval"' in page)
+            == (f"tokens/{share.fingerprint}.html" in site)
+            == is_whole
+        )
+    frame = pd.read_parquet(io.BytesIO(brief["assets/records.parquet"]))
+    assert frame.loc[share.fingerprint, "ppl"] == share.quality.ppl
+    assert str(copy) not in "".join(map(str, frame.to_numpy().ravel()))
 
 
 def test_a_written_table_is_laid_out_as_it_was_printed(made, site):

@@ -148,7 +148,7 @@ class Sweeping:
 
         self.folder, self.environment = folder, environment
         world = make_world(folder / "world", layers=layers, window=window, prompt=window * 3 // 4)
-        make_text(folder / "world" / "test.txt", seed=1, words=max(150, windows // 4) * window // 32)
+        make_text(folder / "world" / "test.txt", seed=1, words=max(150 * window // 32, windows * window // 5))
         asked = ["modules=[random_halting]", f"seed=range(0,{runs})", "measure=sweep", f"dataset.windows={windows}", "name=trial"]
         self.words = [sys.executable, "-m", "quicksilver", "run", "-m", *world, *asked]
 

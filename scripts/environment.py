@@ -41,33 +41,25 @@ def pip_settings(listed: str) -> dict[str, list[str]]:
     return {option: value.split() for option, value in merged.items()}
 
 
+# What pip calls a setting -> the option of `uv pip install`, or the environment variable, that says the same.
+UV_OPTIONS = {
+    "index-url": "--index-url", "extra-index-url": "--extra-index-url", "find-links": "--find-links",
+    "trusted-host": "--allow-insecure-host",
+}  # fmt: skip
+UV_VARIABLES = {
+    "cert": "SSL_CERT_FILE", "proxy": "ALL_PROXY", "default-timeout": "UV_HTTP_TIMEOUT", "timeout": "UV_HTTP_TIMEOUT",
+}  # fmt: skip
+
+
 def uv_options(settings: Mapping[str, Sequence[str]]) -> list[str]:
     """Options of `uv pip install` that say what pip's settings say."""
-    options = []
-    for pip, uv in (
-        ("index-url", "--index-url"),
-        ("extra-index-url", "--extra-index-url"),
-        ("find-links", "--find-links"),
-        ("trusted-host", "--allow-insecure-host"),
-    ):
-        options += [word for value in settings.get(pip, ()) for word in (uv, value)]
-    if settings.get("no-index", ["false"])[0].lower() in ("1", "true", "yes", "on"):
-        options.append("--no-index")
-    return options
+    options = [word for pip, uv in UV_OPTIONS.items() for value in settings.get(pip, ()) for word in (uv, value)]
+    return options + ["--no-index"] * (settings.get("no-index", ["false"])[0].lower() in ("1", "true", "yes", "on"))
 
 
 def uv_environment(settings: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Settings of pip that uv takes as environment variables."""
-    given = {}
-    for pip, uv in (
-        ("cert", "SSL_CERT_FILE"),
-        ("proxy", "ALL_PROXY"),
-        ("default-timeout", "UV_HTTP_TIMEOUT"),
-        ("timeout", "UV_HTTP_TIMEOUT"),
-    ):
-        if settings.get(pip):
-            given[uv] = settings[pip][0]
-    return given
+    return {uv: settings[pip][0] for pip, uv in UV_VARIABLES.items() if settings.get(pip)}
 
 
 def run(*command: str | Path, env: Mapping[str, str] | None = None) -> str | None:

@@ -7,13 +7,11 @@ import json
 import math
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from tqdm import tqdm
 
 from quicksilver.fitting.training import TrainingFile, read_training
@@ -109,20 +107,7 @@ def load_state(folder: Path) -> dict[str, Any] | None:
     Raises:
         ConfigError: a file that cannot be read.
     """
-    if (folder / STATE).is_file():
-        return read_training(folder / STATE)
-    # Runs of an earlier version have a folder of files; `old` remains after a kill between two renames.
-    for place in (folder / "latest", folder / "old"):
-        if (place / "meta.json").is_file():
-            optims: list[dict[int, dict[str, Any]]] = []
-            for path in sorted(place.glob("optim*.safetensors")):
-                optims.append(defaultdict(dict))
-                for key, tensor in load_file(path).items():
-                    index, name = key.split(".")
-                    optims[-1][int(index)][name] = tensor
-            meta = json.loads((place / "meta.json").read_text())
-            return {"seconds": 0.0, **meta, "model": load_file(place / "model.safetensors"), "optims": optims}
-    return None
+    return read_training(folder / STATE) if (folder / STATE).is_file() else None
 
 
 def restore(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pandas as pd
 
@@ -21,20 +20,7 @@ from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row, artefact
 from quicksilver.report.claims.ledger import AnsweredBy, saved_pct
 from quicksilver.report.claims.reported import Estimate, reported
-from quicksilver.report.table import (
-    NO_VALUE,
-    Column,
-    Lines,
-    Panel,
-    Table,
-    audit_cell,
-    interval_cell,
-    number,
-    plain_cell,
-    signed,
-    signed_cell,
-    versus_null_cell,
-)
+from quicksilver.report.table import NO_VALUE, Column, Panel, Table, audit_cell, interval_cell, versus_null_cell
 
 from ..inside import trace_counts
 from .techniques import options, row_of
@@ -240,32 +226,22 @@ def _table(outcomes: Sequence[Outcome], name: str, title: str, *legend: str) -> 
 
 def columns(*, kv: bool) -> tuple[Column, ...]:
     """The printed columns; `kv` adds the bytes of the cache, which `all` does not keep."""
-    kept = [Column("saved %", "KV", signed_cell("kv_bytes_saved_pct"), expendable=1)] if kv else []
+    kept = [Column("saved %", "KV", "{kv_bytes_saved_pct:+.1f}", expendable=1)] if kv else []
     return (
         Column("", "technique", comparison.marked_technique_cell, align="left"),
         Column("", "τ", lambda row: tuple(row["thresholds"].split("; ")) if row["thresholds"] else (NO_VALUE,), expendable=4),
-        Column("paper reports", "ppl", plain_cell("reported_ppl"), expendable=7),
-        Column("paper reports", "FLOPs", plain_cell("reported_flops_saved_pct"), expendable=7),
-        Column("saved %", "paper", _paper),
-        Column("saved %", "exec", signed_cell("executed_flops_saved_pct"), expendable=3),
+        Column("paper reports", "ppl", "{reported_ppl:.1f}", expendable=7),
+        Column("paper reports", "FLOPs", "{reported_flops_saved_pct:.1f}", expendable=7),
+        Column("saved %", "paper", "{paper_flops_saved_pct:+.1f}\nJ {app_j_flops_saved_pct:+.1f}"),
+        Column("saved %", "exec", "{executed_flops_saved_pct:+.1f}", expendable=3),
         *kept,
-        Column("measured", "2/4/8 %", _shares),
-        Column("measured", "bits", plain_cell("mean_bits", 2), expendable=2),
+        Column("measured", "2/4/8 %", "/".join(f"{{{column}:.0f}}" for column in WIDTHS.values())),
+        Column("measured", "bits", "{mean_bits:.2f}", expendable=2),
         Column("measured", "Δppl", comparison.delta_ppl_cell),
         Column("measured", "Δppl of null", lambda row: interval_cell(row, "null_delta_ppl"), expendable=5),
         Column("measured", "vs random", versus_null_cell),
         Column("", "audit", audit_cell, expendable=6),
     )
-
-
-def _paper(row: Mapping[str, Any]) -> Lines:
-    own = number(row, "app_j_flops_saved_pct")
-    return (signed(number(row, "paper_flops_saved_pct")), *(() if own is None else (f"J {signed(own)}",)))
-
-
-def _shares(row: Mapping[str, Any]) -> Lines:
-    found = [number(row, column) for column in WIDTHS.values()]
-    return (NO_VALUE if None in found else "/".join(f"{value:.0f}" for value in found if value is not None),)
 
 
 @artefact(rows, reads=(TRACE,), answers=answers())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,13 +21,9 @@ from quicksilver.report import comparison, sweeps
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
-from quicksilver.report.table import ENDS, NO_VALUE, Column, Lines, Panel, Table, numbers, signed, signed_cell
+from quicksilver.report.figure import HATCHES, PALETTE, Figure, heat_look, panels, style, whiskers, write_cells
+from quicksilver.report.table import ENDS, Column, Panel, Table, signed, with_ends
 from quicksilver.runtime.errors import QuickSilverError
-
-if TYPE_CHECKING:  # a table needs no matplotlib
-    from matplotlib.figure import Figure as Drawing
-
-    from quicksilver.report.figure import Figure
 
 # letter of P -> module of conf/modules in the combinations, claim of P.4, name
 FACTORS = {
@@ -186,35 +182,29 @@ def legend() -> tuple[str, ...]:
     )
 
 
-def _cell(key: str, factor: float, row: Mapping[str, Any]) -> Lines:
-    middle, low, high = (signed(None if value is None else factor * value) for value in numbers(row, key))
-    return (NO_VALUE if middle == NO_VALUE else f"{middle} [{low} {high}]",)
-
-
+_interval = partial(with_ends, spec="+.1f", between=" ")
 _COMBINATION = (
     Column("", "", lambda row: (row["key"].replace("dense", ""),), align="left"),
     Column("", "technique", comparison.technique_cell, align="left"),
 )
 _EFFECTS = (
     Column("", "", lambda row: (" × ".join(row["key"]),), align="left"),
-    *(Column("FLOPs saved, points", ledger, partial(_cell, f"effect_{ledger}", 1)) for ledger in LEDGERS),
-    Column("perplexity", "nats × 100", partial(_cell, f"effect_{QUALITY}", 100)),
+    *(Column("FLOPs saved, points", ledger, _interval(f"effect_{ledger}")) for ledger in LEDGERS),
+    Column("perplexity", "nats × 100", _interval(f"effect_{QUALITY}", spec="100*+.1f")),
 )
 _SYNERGY = (
     Column("", "", lambda row: (" + ".join(row["key"]),), align="left"),
-    Column("paper", "δ", signed_cell("reported_synergy")),
-    *(Column("δ, points", ledger, partial(_cell, f"synergy_{ledger}", 1)) for ledger in LEDGERS),
+    Column("paper", "δ", "{reported_synergy:+.1f}"),
+    *(Column("δ, points", ledger, _interval(f"synergy_{ledger}")) for ledger in LEDGERS),
     *(
-        Column("against independent, points", ledger, partial(_cell, f"beyond_{ledger}", 1), expendable=1)
+        Column("against independent, points", ledger, _interval(f"beyond_{ledger}"), expendable=1)
         for ledger in ("nominal", "paper")
     ),
 )
 
 
-def draw(rows: pd.DataFrame) -> Drawing:
+def draw(rows: pd.DataFrame) -> Any:
     """Main effects and pairs as matrices (operations, perplexity), and δ of every set. Call it inside `style()`."""
-    from quicksilver.report.figure import HATCHES, PALETTE, heat_look, panels, whiskers, write_cells
-
     drawing, plots = panels(1, 3, size=(11.0, 3.4), width_ratios=[1, 1, 1.25])
     effects = rows[rows["panel"] == EFFECTS].set_index("key")
     shown = (("nominal", 1.0, "nominal FLOPs saved, points"), (QUALITY, 100.0, "perplexity added, nats per token × 100"))
@@ -252,8 +242,6 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     Raises:
         QuickSilverError: a combination has no record, so there are no interactions.
     """
-    from quicksilver.report.figure import Figure, style
-
     found = frame(outcomes)
     if not found["panel"].eq(EFFECTS).any():
         raise QuickSilverError("interactions need a record of every combination, and not every one has one.")

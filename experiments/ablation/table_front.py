@@ -5,16 +5,15 @@ The paper's mechanisms stand at their defaults and as table fair_trial tuned the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pandas as pd
 
 from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.reproduction import FOUND
-from quicksilver.report.table import ENDS, NO_VALUE, Column, Lines, Panel, Table, number, numbers, plain_cell, signed, text_cell
+from quicksilver.report.table import ENDS, Column, Panel, Table, signed
 
 from ..sweeps import table_fair_trial as fair_trial
 from .prompts import on_far_text
@@ -59,11 +58,11 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         frame[f"recall_delta_ppl_pct{end}"] = frame["key"].map(far[f"delta_ppl_pct{end}"])
     frame["recall_record"] = frame["key"].map(far["record"])
     columns = (
-        Column("", "technique", text_cell("technique"), align="left"),
-        Column("", "FLOPs saved", _saved),
-        Column("", "Δ perplexity", lambda row: _percent(row, "")),
-        Column("", "KL × 100", _KL),
-        Column("", "Δ far recall", lambda row: _percent(row, "recall_")),
+        Column("", "technique", "{technique}", align="left"),
+        Column("", "FLOPs saved", "{prompt_executed_flops_saved_pct:+.1f}%"),
+        Column("", "Δ perplexity", _PERCENT),
+        Column("", "KL × 100", "{kl_nats:100*.1f}"),
+        Column("", "Δ far recall", _PERCENT.replace("delta", "recall_delta")),
     )
     legend = (
         "FLOPs saved: executed operations of a prompt of 448 tokens, signals included, in percent of dense inference. Negative: more work "
@@ -79,7 +78,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
     return Table(name, "What it saves, and what it costs", frame, (panel,), (*_found(frame), *legend))
 
 
-_KL = plain_cell("kl_nats", times=100)
+_PERCENT = "{delta_ppl_pct:+.1f}% [{delta_ppl_pct_low:+.1f}, {delta_ppl_pct_high:+.1f}]"
 
 
 def _found(frame: pd.DataFrame) -> Iterator[str]:
@@ -104,16 +103,6 @@ def _found(frame: pd.DataFrame) -> Iterator[str]:
         yield (
             f"{FOUND}predicting the K/V of stopped tokens (ours) {saved('40')} for {cost('40')} perplexity; truncating the prompt "
             f"{saved('truncated')} for {cost('truncated')}. {'' if apart else 'Perplexity does not tell them apart. '}"
-            f"KL × 100 is {_KL(ours)[0]} against {_KL(cut)[0]}; when answers depend on distant context, perplexity rises by {cost('40', 'recall_')} "
+            f"KL × 100 is {100 * ours['kl_nats']:.1f} against {100 * cut['kl_nats']:.1f}; when answers depend on distant context, perplexity rises by {cost('40', 'recall_')} "
             f"against {cost('truncated', 'recall_')}."
         )
-
-
-def _saved(row: Mapping[str, Any]) -> Lines:
-    value = number(row, "prompt_executed_flops_saved_pct")
-    return (NO_VALUE if value is None else f"{signed(value)}%",)
-
-
-def _percent(row: Mapping[str, Any], of: str) -> Lines:
-    middle, low, high = map(signed, numbers(row, f"{of}delta_ppl_pct"))
-    return (NO_VALUE if middle == NO_VALUE else f"{middle}% [{low}, {high}]",)

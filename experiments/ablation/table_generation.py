@@ -6,7 +6,7 @@ models. The texts themselves stand side by side in the report (`make report`, pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -16,7 +16,7 @@ from quicksilver.records.record import Record
 from quicksilver.records.stats import bootstrap
 from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.table import ENDS, NO_VALUE, Column, Lines, Panel, Table, number, numbers, signed, without_folders
+from quicksilver.report.table import ENDS, Column, Panel, Table, with_ends, without_folders
 
 from .techniques import SETTINGS, chosen
 
@@ -109,13 +109,17 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
     frame = pd.DataFrame(found, columns=COLUMNS)
     columns = (
         Column("", "technique", comparison.technique_cell, align="left"),
-        Column("", "saved %", _saved),
-        Column("against the dense text", "same", lambda row: _mean(row, "same_tokens")),
-        Column("against the dense text", "agree", lambda row: _mean(row, "agreement"), expendable=1),
-        Column("against the dense text", "edit", lambda row: _mean(row, "edit_distance"), expendable=2),
-        Column("the text by itself", "repeated", lambda row: _more(row, "repeated", 1)),
-        Column("the text by itself", "distinct", lambda row: _more(row, "distinct", 1), expendable=3),
-        Column("the text by itself", "nats", lambda row: _more(row, "nats", 2)),
+        Column("", "saved %", "{flops_saved_pct:+.1f}\nprompt {prompt_flops_saved_pct:+.1f}"),
+        Column(
+            "against the dense text",
+            "same",
+            with_ends("same_tokens", between=" ") + "\n{identical:.0f} of {prompts:.0f} to the end",
+        ),
+        Column("against the dense text", "agree", with_ends("agreement", between=" "), expendable=1),
+        Column("against the dense text", "edit", with_ends("edit_distance", between=" "), expendable=2),
+        Column("the text by itself", "repeated", _more("repeated", 1)),
+        Column("the text by itself", "distinct", _more("distinct", 1), expendable=3),
+        Column("the text by itself", "nats", _more("nats", 2)),
     )
     panels = tuple(
         Panel(key, title, columns, provenance.notes([one for one in outcomes if one.row.panel == key]))
@@ -132,20 +136,5 @@ def _size(frame: pd.DataFrame) -> tuple[str, ...]:
     )
 
 
-def _saved(row: Mapping[str, Any]) -> Lines:
-    whole, prompt = number(row, "flops_saved_pct"), number(row, "prompt_flops_saved_pct")
-    return (NO_VALUE,) if whole is None else (signed(whole), f"prompt {signed(prompt)}")
-
-
-def _mean(row: Mapping[str, Any], name: str) -> Lines:
-    value, low, high = numbers(row, name)
-    if value is None:
-        return (NO_VALUE,)
-    below = (f"{row['identical']:.0f} of {row['prompts']:.0f} to the end",) if name == "same_tokens" else ()
-    return (f"{value:.1f} [{low:.1f} {high:.1f}]", *below)
-
-
-def _more(row: Mapping[str, Any], name: str, decimals: int) -> Lines:
-    value = number(row, name)
-    middle, low, high = (signed(one, decimals) for one in numbers(row, f"{name}_more"))
-    return (NO_VALUE,) if value is None else (f"{value:.{decimals}f}", f"{middle} [{low} {high}]")
+def _more(name: str, decimals: int) -> str:
+    return f"{{{name}:.{decimals}f}}\n" + with_ends(f"{name}_more", f"+.{decimals}f", between=" ")

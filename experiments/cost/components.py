@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
@@ -18,12 +18,10 @@ from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, artefact
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
-from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number, signed, signed_cell, time_difference_cell
+from quicksilver.report.figure import HATCHES, PALETTE, Figure, legend_below, panels, style
+from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number, signed, time_difference_cell
 
 from . import costs
-
-if TYPE_CHECKING:  # a table needs no matplotlib
-    from quicksilver.report.figure import Figure
 
 COMPONENTS = {  # as `quicksilver.measure.components` names them -> what is printed
     "embedding": "Token embedding",
@@ -168,10 +166,10 @@ ANSWERS = {
 def table07_component_latency(outcomes: Sequence[Outcome], name: str) -> Table:
     """Table 7: latency by component, dense inference against all four mechanisms, and against halting by attention."""
     columns = [
-        Column("", "component", lambda row: (row["technique"],), align="left"),
+        Column("", "component", "{technique}", align="left"),
         Column("paper reports, ms", "dense", partial(_ms, "reported_dense"), expendable=3),
         Column("paper reports, ms", "QuickSilver", partial(_ms, "reported_quicksilver"), expendable=3),
-        Column("paper reports, ms", "saved %", signed_cell("reported_speedup_pct"), expendable=2),
+        Column("paper reports, ms", "saved %", "{reported_speedup_pct:+.1f}", expendable=2),
         Column("measured, ms", "dense", partial(_ms, "dense")),
     ]
     for run, key in RUNS.items():
@@ -223,8 +221,6 @@ def layers(record: Record, key: str) -> pd.DataFrame:
 @artefact(partial(costs.rows, *LAYERED))
 def figure_layer_times(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Figure layer-times: where the time of each layer goes, dense, with all four mechanisms, and halting by attention (App. K, layerwise)."""
-    from quicksilver.report.figure import HATCHES, PALETTE, Figure, legend_below, panels, style
-
     records = costs.by_key(outcomes)
     there = [key for key in LAYERED if key in records]
     found = pd.concat([layers(records[key], key) for key in there], ignore_index=True)

@@ -5,7 +5,7 @@ Table 7, Figure 16, the waterfall and these tables read the same nine records: d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pandas as pd
@@ -20,7 +20,7 @@ from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row, artefact
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate
-from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, amount, number, plain_cell, signed_cell, time_cell
+from quicksilver.report.table import Column, Panel, Table, number, time_cell
 
 from ..ablation.techniques import row_of, steps
 
@@ -117,11 +117,6 @@ def _served(record: Record) -> dict[str, Any]:
     return row
 
 
-def _first_token(row: Mapping[str, Any]) -> Lines:
-    value, iqr = number(row, "first_token_ms"), number(row, "first_token_iqr_ms")
-    return (NO_VALUE,) if value is None or iqr is None else (f"{value:.1f}", f"± {iqr / 2:.1f}")
-
-
 def _per_token(record: Record) -> Estimate:
     ms = record.measured("deployment", DeploymentResult).ours.per_token_ms
     return Estimate(ms.p50, ms.p50, ms.p95)
@@ -135,12 +130,12 @@ def table_deployment(outcomes: Sequence[Outcome], name: str) -> Table:
     """Table deployment: one prompt at a time, greedy decoding, time to the first token and per token (App. J, deployment simulation)."""
     found = measured(outcomes, _served)
     columns = (
-        Column("", "technique", lambda row: (row["technique"],), align="left"),
-        Column("ms to the first token", "median", _first_token),
-        *(Column("ms per token after it", percentile, plain_cell(f"{percentile}_ms")) for percentile in ("p50", "p95", "p99")),
+        Column("", "technique", "{technique}", align="left"),
+        Column("ms to the first token", "median", "{first_token_ms:.1f}\n± {first_token_iqr_ms:0.5*.1f}"),
+        *(Column("ms per token after it", percentile, f"{{{percentile}_ms:.1f}}") for percentile in ("p50", "p95", "p99")),
         Column("per token", "saved %", lambda row: time_cell(number(row, "saved_pct"), number(row, comparison.FLOOR))),
-        Column("", "tokens/s", plain_cell("tokens_per_s")),
-        Column("", "in budget %", plain_cell("within_budget_pct"), expendable=1),
+        Column("", "tokens/s", "{tokens_per_s:.1f}"),
+        Column("", "in budget %", "{within_budget_pct:.1f}", expendable=1),
     )
     served = [one for record in by_key(outcomes).values() if (one := record.found("deployment", DeploymentResult))]
     requests = {(one.prompt_tokens, one.new_tokens, one.budget_ms) for one in served}
@@ -180,23 +175,19 @@ def _stored(record: Record) -> dict[str, Any]:
     return row
 
 
-def _bytes(key: str) -> Callable[[Mapping[str, Any]], Lines]:
-    return lambda row: (NO_VALUE if (value := number(row, key)) is None else f"{amount(value)}B",)
-
-
 @artefact(rows)
 def table_memory(outcomes: Sequence[Outcome], name: str) -> Table:
     """Table memory: KV cache and peak memory of a batch, and the ΔM of App. J beside what is really saved."""
     columns = (
-        Column("", "technique", lambda row: (row["technique"],), align="left"),
-        Column("KV cache", "billed", _bytes("kv_billed_bytes")),
-        Column("KV cache", "resident", _bytes("kv_resident_bytes")),
-        Column("KV cache", "saved %", signed_cell("kv_saved_pct")),
-        Column("KV cache", "ΔM %", signed_cell("paper_saved_pct")),
-        Column("KV cache", "last layer %", signed_cell("kv_last_layer_saved_pct"), expendable=1),
-        Column("peak of tensors", "bytes", _bytes("peak_tensor_bytes")),
-        Column("peak of tensors", "saved %", signed_cell("peak_tensor_saved_pct")),
-        Column("", "peak of the process", _bytes("peak_memory_bytes"), expendable=2),
+        Column("", "technique", "{technique}", align="left"),
+        Column("KV cache", "billed", "{kv_billed_bytes:amount}B"),
+        Column("KV cache", "resident", "{kv_resident_bytes:amount}B"),
+        Column("KV cache", "saved %", "{kv_saved_pct:+.1f}"),
+        Column("KV cache", "ΔM %", "{paper_saved_pct:+.1f}"),
+        Column("KV cache", "last layer %", "{kv_last_layer_saved_pct:+.1f}", expendable=1),
+        Column("peak of tensors", "bytes", "{peak_tensor_bytes:amount}B"),
+        Column("peak of tensors", "saved %", "{peak_tensor_saved_pct:+.1f}"),
+        Column("", "peak of the process", "{peak_memory_bytes:amount}B", expendable=2),
     )
     legend = (
         "KV cache of one batch after its last token. billed: bytes that the decisions ask for; resident: bytes in the tensors; "

@@ -14,9 +14,7 @@ from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row, artefact
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate
-from quicksilver.report.table import ENDS, NO_VALUE, Column, Lines, Panel, Table, number, numbers
-
-from ..cells import ends, plain, with_ends
+from quicksilver.report.table import ENDS, NO_VALUE, Column, Lines, Panel, Table, interval_columns, numbers, with_ends
 
 # panel -> title, further overrides
 PANELS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -57,7 +55,7 @@ def _ends(column: str, one: Any, name: str) -> dict[str, float]:
     return {f"{column}{end}": getattr(one, f"{name}{end}") for end in ENDS}
 
 
-_LAYER = Column("", "after layer", lambda row: (f"{row['layer']}",), align="left")
+_LAYER = Column("", "after layer", "{layer}", align="left")
 
 
 # --- bounds -----------------------------------------------------------------------------------------------------------------------
@@ -115,9 +113,9 @@ def table_bounds(outcomes: Sequence[Outcome], name: str) -> Table:
         _LAYER,
         Column("", "constants", lambda row: (NAMES[row["constants"]],), align="left"),
         Column("the bound holds", "%", with_ends("holds_pct")),
-        Column("bound ÷ error", "median", lambda row: (_times(number(row, "bound_ratio")),)),
-        Column("bound ÷ error", "5% to 95%", _range, expendable=1),
-        Column("", "cases", lambda row: (f"{row['cases']:,}",), expendable=2),
+        Column("bound ÷ error", "median", lambda row: _times(row)[:1]),
+        Column("bound ÷ error", "5% to 95%", lambda row: (" to ".join(_times(row)[1:]),), expendable=1),
+        Column("", "cases", "{cases:,}", expendable=2),
     )
     title = "The paper's bounds, tested on dense states"
     return _table(name, title, outcomes, _bounds, columns, _gains, BOUNDS_LEGEND)
@@ -129,7 +127,7 @@ def _bounds(record: Record, panel: str) -> Iterator[dict[str, Any]]:
         yield {
             **{"panel": panel, "section": SAID[one.inequality][0], "key": f"{one.inequality}.{one.layer}.{one.constants}"},
             **{"inequality": one.inequality, "layer": one.layer, "constants": one.constants, "cases": one.cases},
-            **ends("holds_pct", one.holds, 100),
+            **interval_columns("holds_pct", one.holds, 100),
             **_ends("bound_ratio", one, "bound_ratio"),
         }
 
@@ -139,13 +137,10 @@ def _gains(record: Record) -> list[str]:
     return [f"L_j of the layers, from the first: {', '.join(f'{gain:.1f}' for gain in gains)}."]
 
 
-def _times(value: float | None) -> str:
-    return NO_VALUE if value is None else f"{value:.2f}" if value < 10 else f"{value:,.0f}"
-
-
-def _range(row: Mapping[str, Any]) -> Lines:
-    _, low, high = numbers(row, "bound_ratio")
-    return (f"{_times(low)} to {_times(high)}",)
+def _times(row: Mapping[str, Any]) -> Lines:
+    """How many times larger than the error the bound is: median, 5% and 95%."""
+    found = numbers(row, "bound_ratio")
+    return tuple(NO_VALUE if one is None else f"{one:.2f}" if one < 10 else f"{one:,.0f}" for one in found)
 
 
 # --- lenses -----------------------------------------------------------------------------------------------------------------------
@@ -211,12 +206,12 @@ def table_lenses(outcomes: Sequence[Outcome], name: str) -> Table:
     columns = [_LAYER]
     for lens in _LENSES:
         columns += [
-            Column(f"{lens} lens", "loss", plain(f"{lens}_nats", 2)),
-            Column(f"{lens} lens", "entropy", plain(f"{lens}_entropy_nats", 2)),
+            Column(f"{lens} lens", "loss", f"{{{lens}_nats:,.2f}}"),
+            Column(f"{lens} lens", "entropy", f"{{{lens}_entropy_nats:,.2f}}"),
         ]
-        columns += [Column(f"{lens} lens", "r", with_ends(f"{lens}_r", 2))]
-    columns += [Column("rounded", "error", plain("rounded_error_l2", 2)), Column("rounded", "r", with_ends("rounded_r", 2))]
-    columns += [Column("rounded", "r at 8 bits", with_ends("eight_r", 2))]
+        columns += [Column(f"{lens} lens", "r", with_ends(f"{lens}_r", ".2f"))]
+    columns += [Column("rounded", "error", "{rounded_error_l2:,.2f}"), Column("rounded", "r", with_ends("rounded_r", ".2f"))]
+    columns += [Column("rounded", "r at 8 bits", with_ends("eight_r", ".2f"))]
     return _table(name, "What a lens reads in the middle layers", outcomes, _lenses, columns, _known, LENSES_LEGEND)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -13,7 +13,7 @@ from quicksilver.records.record import Record
 from quicksilver.report.artefacts import Outcome, Row, artefact
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.figure import DASHES, MARKERS, PALETTE, Figure, panels, style
-from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table
+from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, filled
 
 from .. import drawing as draw
 from . import bit_widths, sentences
@@ -55,26 +55,20 @@ def walk(record: Record) -> pd.DataFrame:
     again = active.astype(bool) & (active.index.to_numpy()[:, None] > halts.to_numpy())
     decided = sentences.layer_after(record.config["modules"]["adaptive_quantization"]["depth"], n_layers)
     claims, quantized = _claims(), width < bit_widths.UNTOUCHED_BITS
-    columns = {
-        **{"panel": "sentence", "section": "", "slot": tokens.index, "token": tokens, "halts_after_layer": halts},
-        **{
-            "resumes_in_layer": again.idxmax().where(again.any()),
-            "drift_relative": _at(drift, halts),
-            "entropy_nats": _at(entropy, halts),
-        },
-        **{
-            "layers_without_kv": (~kv.astype(bool)).sum(),
-            "fused_after_layer": fused_after,
-            "fused_into": carrier.where(gone.any()),
-        },
-        **{
-            "fused_into_token": carrier.map(tokens).where(gone.any()),
-            "parts": carrier.value_counts().reindex(tokens.index, fill_value=0),
-        },
-        **{"bits": width.where(quantized), "deciding_entropy_nats": entropy.loc[decided].where(quantized)},
-        "paper": ["; ".join(claims.get(token.lower(), ())) for token in tokens],
-    }
-    return pd.DataFrame(columns, index=tokens.index)
+    frame = pd.DataFrame({"panel": "sentence", "section": "", "slot": tokens.index, "token": tokens, "halts_after_layer": halts})
+    return frame.assign(
+        resumes_in_layer=again.idxmax().where(again.any()),
+        drift_relative=_at(drift, halts),
+        entropy_nats=_at(entropy, halts),
+        layers_without_kv=(~kv.astype(bool)).sum(),
+        fused_after_layer=fused_after,
+        fused_into=carrier.where(gone.any()),
+        fused_into_token=carrier.map(tokens).where(gone.any()),
+        parts=carrier.value_counts().reindex(tokens.index, fill_value=0),
+        bits=width.where(quantized),
+        deciding_entropy_nats=entropy.loc[decided].where(quantized),
+        paper=["; ".join(claims.get(token.lower(), ())) for token in tokens],
+    )
 
 
 def _at(signal: pd.DataFrame, layers: pd.Series) -> pd.Series:
@@ -92,15 +86,9 @@ def _claims() -> dict[str, list[str]]:
     return said
 
 
-def _number(name: str, text: str) -> Callable[[Mapping[str, Any]], Lines]:
-    return lambda row: (NO_VALUE,) if pd.isna(row[name]) else (text.format(row[name]),)
-
-
 def _halting(row: Mapping[str, Any]) -> Lines:
-    if pd.isna(row["halts_after_layer"]):
-        return (NO_VALUE,)
-    again = "" if pd.isna(row["resumes_in_layer"]) else f", again from {row['resumes_in_layer']:.0f}"
-    return (f"after {row['halts_after_layer']:.0f}{again}",)
+    again = "" if pd.isna(row["resumes_in_layer"]) else ", again from {resumes_in_layer:.0f}"
+    return filled("after {halts_after_layer:.0f}" + again, row)
 
 
 def _kv(row: Mapping[str, Any]) -> Lines:
@@ -116,16 +104,16 @@ def _fusion(row: Mapping[str, Any]) -> Lines:
 
 
 COLUMNS = (
-    Column("", "#", _number("slot", "{:.0f}")),
-    Column("", "token", lambda row: (row["token"],), align="left"),
+    Column("", "#", "{slot:.0f}"),
+    Column("", "token", "{token}", align="left"),
     Column("1. halting", "layer", _halting, align="left"),
-    Column("1. halting", "drift", _number("drift_relative", "{:.3f}"), expendable=2),
-    Column("1. halting", "entropy", _number("entropy_nats", "{:.2f}"), expendable=2),
+    Column("1. halting", "drift", "{drift_relative:.3f}", expendable=2),
+    Column("1. halting", "entropy", "{entropy_nats:.2f}", expendable=2),
     Column("2. K/V", "layers", _kv, align="left"),
     Column("3. fusion", "layer", _fusion, align="left"),
-    Column("4. quantization", "bits", _number("bits", "{:.0f}")),
-    Column("4. quantization", "entropy", _number("deciding_entropy_nats", "{:.2f}"), expendable=2),
-    Column("", "the paper says", lambda row: (row["paper"] or NO_VALUE,), align="left", expendable=1),
+    Column("4. quantization", "bits", "{bits:.0f}"),
+    Column("4. quantization", "entropy", "{deciding_entropy_nats:.2f}", expendable=2),
+    Column("", "the paper says", "{paper}", align="left", expendable=1),
 )
 
 

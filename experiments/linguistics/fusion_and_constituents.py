@@ -21,10 +21,9 @@ from quicksilver.report.artefacts import Outcome, artefact
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
 from quicksilver.report.figure import GREY, PALETTE, Figure, panels, percent_of_shares, style, whiskers
-from quicksilver.report.table import Column, Panel, Table
+from quicksilver.report.table import Column, Panel, Table, interval_columns, with_ends
 
 from .. import drawing as draw
-from ..cells import ends, plain, with_ends, words
 from . import runs
 
 # Notebook 4 computes the table again.
@@ -99,19 +98,20 @@ LEGEND = (
     "left out: of the joined neighbours, those inside one word, and those of two sentences or beside white space: neither can be inside or outside "
     "of a constituent.",
 )
+_SIGNED = ">+.1f"  # a zero, too
 _COLUMNS = (
-    Column("", "", words("technique"), align="left"),
-    Column("the paper", "fused", plain("reported_pct")),
-    Column("the paper", "random", plain("reported_random_pct")),
+    Column("", "", "{technique}", align="left"),
+    Column("the paper", "fused", "{reported_pct:,.1f}"),
+    Column("the paper", "random", "{reported_random_pct:,.1f}"),
     Column("measured", "fused", with_ends("precision_pct")),
-    Column("measured", "random", plain("random_pct")),
-    Column("measured", "beyond random", with_ends("beyond_random", sign=True)),
-    Column("measured", "beyond the same tags", with_ends("beyond_tags", sign=True)),
-    Column("all joined pairs", "inside", plain("grouped_pct"), expendable=2),
-    Column("all joined pairs", "beyond as far apart", with_ends("beyond_apart", sign=True), expendable=2),
-    Column("", "pairs", plain("eligible", 0), expendable=1),
-    Column("left out, %", "within a word", plain("within_word_pct"), expendable=3),
-    Column("left out, %", "elsewhere", plain("elsewhere_pct"), expendable=3),
+    Column("measured", "random", "{random_pct:,.1f}"),
+    Column("measured", "beyond random", with_ends("beyond_random", _SIGNED)),
+    Column("measured", "beyond the same tags", with_ends("beyond_tags", _SIGNED)),
+    Column("all joined pairs", "inside", "{grouped_pct:,.1f}", expendable=2),
+    Column("all joined pairs", "beyond as far apart", with_ends("beyond_apart", _SIGNED), expendable=2),
+    Column("", "pairs", "{eligible:,.0f}", expendable=1),
+    Column("left out, %", "within a word", "{within_word_pct:,.1f}", expendable=3),
+    Column("left out, %", "elsewhere", "{elsewhere_pct:,.1f}", expendable=3),
 )
 
 
@@ -136,14 +136,20 @@ def _rows(outcome: Outcome, definition: str) -> Iterator[dict[str, Any]]:
         **{"layer": one.layer, "reported_pct": claim["precision_pct"], "reported_random_pct": claim["random_precision_pct"]},
         **{"pairs": one.pairs, "eligible": one.eligible, "within_word_pct": _within(one)},
         "elsewhere_pct": 100 * (one.across_sentences + one.no_word) / one.pairs,
-        **{**ends("precision_pct", one.precision[definition], 100), **ends("random_pct", nulls["random"].chance, 100)},
-        **{**ends("beyond_random", nulls["random"].beyond, 100), **ends("beyond_tags", nulls["same tags"].beyond, 100)},
+        **{
+            **interval_columns("precision_pct", one.precision[definition], 100),
+            **interval_columns("random_pct", nulls["random"].chance, 100),
+        },
+        **{
+            **interval_columns("beyond_random", nulls["random"].beyond, 100),
+            **interval_columns("beyond_tags", nulls["same tags"].beyond, 100),
+        },
         **dict.fromkeys(("grouped_pct", "beyond_apart", "beyond_apart_low", "beyond_apart_high")),
     }
     grouped = next((group for group in result(record).grouped if group.layer == one.layer and group.precision), None)
     if grouped is not None:
         row["grouped_pct"] = 100 * grouped.precision[definition].value
-        row |= ends("beyond_apart", grouped.nulls[definition]["words apart"].beyond, 100)
+        row |= interval_columns("beyond_apart", grouped.nulls[definition]["words apart"].beyond, 100)
     yield row | {"record": record.fingerprint}
 
 

@@ -22,10 +22,9 @@ from quicksilver.report.artefacts import Outcome, artefact
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
 from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, panels, percent_of_shares, style, whiskers
-from quicksilver.report.table import ENDS, Column, Panel, Table
+from quicksilver.report.table import ENDS, Column, Panel, Table, interval_columns, with_ends
 
 from .. import drawing as draw
-from ..cells import ends, plain, with_ends, words
 from . import runs
 
 # class here -> what is printed, entry of reported_tasks.yaml
@@ -103,25 +102,26 @@ COLUMNS = [
     *("tokens", "words", "sentences", *(f"{null}{end}" for null in NULLS for end in (*ENDS, "_expected"))),
     *(*(f"{step}_explained" for step in _STEPS), "class_adds", "class_alone", "record"),
 ]
+_SIGNED = ">+.1f"  # a zero, too
 _RATES = (
-    Column("", "class", words("class"), align="left"),
-    Column("the paper", "halted", plain("reported_pct")),
-    Column("the paper", "tokens", plain("reported_tokens", 0), expendable=1),
+    Column("", "class", "{class}", align="left"),
+    Column("the paper", "halted", "{reported_pct:,.1f}"),
+    Column("the paper", "tokens", "{reported_tokens:,.0f}", expendable=1),
     Column("measured", "halted", with_ends("halted_pct")),
     Column("measured", "by the paper's tags", with_ends("paper_tags_pct"), expendable=2),
-    *(Column("as words", rule, plain(f"{rule}_pct"), expendable=4) for rule in ("first", "last", "any")),
-    *(Column("at depth", f"{depth}%", plain(f"at_{depth}_pct"), expendable=3) for depth in _DEPTHS),
-    Column("", "tokens", plain("tokens", 0), expendable=1),
+    *(Column("as words", rule, f"{{{rule}_pct:,.1f}}", expendable=4) for rule in ("first", "last", "any")),
+    *(Column("at depth", f"{depth}%", f"{{at_{depth}_pct:,.1f}}", expendable=3) for depth in _DEPTHS),
+    Column("", "tokens", "{tokens:,.0f}", expendable=1),
 )
 _BEYOND = (
-    *(Column("", "class", words("class"), align="left"), Column("", "halted", plain("halted_pct"))),
-    *(Column("points beyond", said, with_ends(null, sign=True), expendable=i) for i, (null, said) in enumerate(NULLS.items())),
+    *(Column("", "class", "{class}", align="left"), Column("", "halted", "{halted_pct:,.1f}")),
+    *(Column("points beyond", said, with_ends(null, _SIGNED), expendable=i) for i, (null, said) in enumerate(NULLS.items())),
 )
 _MODEL = (
-    Column("", "rule", words("class"), align="left"),
-    *(Column("deviance explained", said, plain(f"{step}_explained", 3)) for step, said in _STEPS.items()),
-    Column("", "class adds", plain("class_adds", 3)),
-    Column("", "class alone", plain("class_alone", 3)),
+    Column("", "rule", "{class}", align="left"),
+    *(Column("deviance explained", said, f"{{{step}_explained:,.3f}}") for step, said in _STEPS.items()),
+    Column("", "class adds", "{class_adds:,.3f}"),
+    Column("", "class alone", "{class_alone:,.3f}"),
 )
 
 
@@ -154,9 +154,9 @@ def _rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
         if claim is not None:
             values = reported()[claim].values
             row |= {"reported_pct": values["halted_share_pct"], "reported_tokens": values["tokens"]}
-        row |= ends("halted_pct", one.halted, 100)
+        row |= interval_columns("halted_pct", one.halted, 100)
         if (name, "paper") in readings:
-            row |= ends("paper_tags_pct", found.of(name, "paper").halted, 100)
+            row |= interval_columns("paper_tags_pct", found.of(name, "paper").halted, 100)
         row |= {f"{rule}_pct": 100 * share for rule, share in one.halted_words.items()}
         layers = len(one.by_layer)
         row |= {f"at_{name}_pct": 100 * one.by_layer[max(0, round(depth * layers) - 1)] for name, depth in _DEPTHS.items()}
@@ -164,7 +164,7 @@ def _rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
         if one.nulls and found.model:
             row = {**row, "panel": "nulls"}
             for null, against in one.nulls.items():
-                row |= {**ends(null, against.beyond, 100), f"{null}_expected": 100 * against.expected}
+                row |= {**interval_columns(null, against.beyond, 100), f"{null}_expected": 100 * against.expected}
             yield row
     if found.model:
         explained = {tuple(one.terms): one.deviance_explained for one in found.model}

@@ -12,15 +12,13 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from quicksilver.report.artefacts import Outcome, artefact
-from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, text_cell
-
-if TYPE_CHECKING:  # a table needs no matplotlib
-    from quicksilver.report.figure import Figure
+from quicksilver.report.figure import PALETTE, Figure, panels, style
+from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table
 
 VERBS = ("halt", "skip_kv", "fuse", "set_bits")  # of TokenState
 METHODS = ("merge_cache", "evict", "span", "applied")  # of the kinds of module that are no TokenPolicy
@@ -92,7 +90,7 @@ def _calls(cls: type) -> frozenset[str]:
 
 
 def _left(key: str, header: str = "", group: str = "") -> Column:
-    return Column(group, header or key, text_cell(key), align="left")
+    return Column(group, header or key, f"{{{key}}}", align="left")
 
 
 # --- Table 1 ----------------------------------------------------------------------------------------------------------------------
@@ -140,7 +138,7 @@ def table01_attributes(outcomes: Sequence[Outcome], name: str) -> Table:
         (_left("technique"), *(_left(one, one.replace("_", " "), "the paper") for one in ATTRIBUTES), _left("here")),
         ("arXiv 2506.22396, Table 1; no cell of it is measured, there or here.",),
     )
-    arxiv, apart = Column("", "arXiv", text_cell("source"), align="left", expendable=1), _left("excludes", "does not go with")
+    arxiv, apart = Column("", "arXiv", "{source}", align="left", expendable=1), _left("excludes", "does not go with")
     read_off = Panel(
         "derived",
         "Read off the classes in this version",
@@ -270,8 +268,6 @@ def figure01_taxonomy(outcomes: Sequence[Outcome], name: str) -> Figure:
 
     The paper's picture is a drawing without numbers. This one has a leaf for every class of conf/modules but the nulls.
     """
-    from quicksilver.report.figure import PALETTE, Figure, panels, style
-
     frame = taxonomy(techniques())
     leaves = len(frame)
     with style():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
@@ -20,15 +20,11 @@ from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row, artefact
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
+from quicksilver.report.figure import GREY, HATCHES, MARKERS, PALETTE, Figure, legend_below, panels, style, whiskers
 from quicksilver.report.sweeps import FRONT, front
-from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, kl_cell, number, plain_cell, signed_cell, speedup_cell
+from quicksilver.report.table import KL_CELL, NO_VALUE, Column, Lines, Panel, Table, number, speedup_cell
 
 from ..ablation.techniques import options, row_of, steps
-
-if TYPE_CHECKING:  # a table needs no matplotlib
-    from matplotlib.axes import Axes
-
-    from quicksilver.report.figure import Figure
 
 PANEL = "peers"
 DENSE, WORK, CACHE, OURS = "Dense", "Save the prompt's work", "Save K/V", "QuickSilver"
@@ -151,11 +147,11 @@ def columns() -> tuple[Column, ...]:
     return (
         Column("", "technique", comparison.technique_cell, align="left"),
         Column("perplexity against dense", "Δppl", comparison.delta_ppl_cell),
-        Column("", "KL × 100", kl_cell, expendable=3),
-        Column("saved %", "exec, prompt", signed_cell("prompt_executed_flops_saved_pct")),
-        Column("saved %", "KV bytes", signed_cell("kv_bytes_saved_pct")),
+        Column("", "KL × 100", KL_CELL, expendable=3),
+        Column("saved %", "exec, prompt", "{prompt_executed_flops_saved_pct:+.1f}"),
+        Column("saved %", "KV bytes", "{kv_bytes_saved_pct:+.1f}"),
         Column("time", "prompt speedup %", lambda row: speedup_cell(row, "prompt_speedup_pct")),
-        Column("time", "÷ int8", plain_cell("versus_int8", 2), expendable=2),
+        Column("time", "÷ int8", "{versus_int8:.2f}", expendable=2),
         Column("time", "a decoded token, ÷ dense", _token, expendable=1),
         FRONT,
     )
@@ -267,8 +263,6 @@ def figure08_15_peers(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Figures 8 and 15: inference time against existing acceleration methods, over that of quantization, and what that time costs."""
     from matplotlib.patches import Patch
 
-    from quicksilver.report.figure import GREY, HATCHES, PALETTE, Figure, legend_below, panels, style
-
     sections = (OURS, WORK, CACHE, FORMAT, DENSE)  # ours stand out
     colours = dict(zip(sections, (PALETTE[1], PALETTE[3], PALETTE[5], PALETTE[6], GREY), strict=True))
     hatches = dict(zip(sections, HATCHES, strict=False))
@@ -296,9 +290,7 @@ def figure08_15_peers(outcomes: Sequence[Outcome], name: str) -> Figure:
     return Figure(name, title, found, drawing, (*said, *findings(found), *provenance.notes(outcomes)))
 
 
-def _times(plot: Axes, shown: pd.DataFrame, colours: Mapping[str, str], hatches: Mapping[str, str]) -> None:
-    from quicksilver.report.figure import whiskers
-
+def _times(plot: Any, shown: pd.DataFrame, colours: Mapping[str, str], hatches: Mapping[str, str]) -> None:
     x = shown["prompt_time_ratio"]
     low, high = (1 - shown[f"prompt_speedup_pct_{end}"] / 100 for end in ("high", "low"))
     ends = [pd.Series(end, x.index).fillna(0.0) for end in whiskers(x, low, high)]
@@ -321,9 +313,7 @@ def _times(plot: Axes, shown: pd.DataFrame, colours: Mapping[str, str], hatches:
     plot.grid(axis="y", visible=False)
 
 
-def _losses(plot: Axes, shown: pd.DataFrame, colours: Mapping[str, str]) -> None:
-    from quicksilver.report.figure import MARKERS, whiskers
-
+def _losses(plot: Any, shown: pd.DataFrame, colours: Mapping[str, str]) -> None:
     y = shown["delta_ppl_pct"].fillna(0.0)
     ends = [pd.Series(end, y.index).fillna(0.0) for end in whiskers(y, shown["delta_ppl_pct_low"], shown["delta_ppl_pct_high"])]
     for place, (section, rows) in enumerate(shown.groupby("section")):

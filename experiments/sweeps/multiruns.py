@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,13 +18,9 @@ import pandas as pd
 from quicksilver.report import sweeps
 from quicksilver.report.artefacts import Outcome, Row, artefact
 from quicksilver.report.claims.reported import reported
+from quicksilver.report.figure import GREY, PALETTE, Figure, heat_look, panels, style, whiskers, write_cells
 from quicksilver.report.sweeps import PROMPT, Sweep
-from quicksilver.report.table import Column, Table, signed_cell
-
-if TYPE_CHECKING:  # a table needs no matplotlib
-    from matplotlib.figure import Figure as Drawing
-
-    from quicksilver.report.figure import Figure
+from quicksilver.report.table import Column, Table
 
 ALONE = {"halting alone": ("modules=[halting]",)}
 KV_BYTES = ("kv_bytes_saved_pct", *PROMPT[:2])
@@ -153,15 +149,13 @@ def table_quantization_grid(outcomes: Sequence[Outcome], name: str) -> Table:
     """Table quantization_grid: entropy thresholds five by five, with their utility (E.5, E.9), and the paper's three pairs of thresholds."""
     found = utilities(outcomes, sweeps.frame(outcomes, (GRID, PAIRS)))
     title = "Thresholds of adaptive quantization: the grid of E.9, and the paper's pairs"
-    more = (Column("E.9", "ΔFLOPs %", signed_cell("delta_flops", times=100)), Column("E.9", "U", signed_cell("utility", 2)))
+    more = (Column("E.9", "ΔFLOPs %", "{delta_flops:100*+.1f}"), Column("E.9", "U", "{utility:+.2f}"))
     return sweeps.table(outcomes, name, title, (GRID, PAIRS), rows=found, more={GRID.experiment: more}, legend=legend(found))
 
 
 @artefact(GRID.rows)
 def figure_quantization_grid(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Figure quantization_grid: what each pair of entropy thresholds saves, costs and is worth (E.9)."""
-    from quicksilver.report.figure import Figure, style
-
     found = utilities(outcomes, sweeps.frame(outcomes, (GRID,)))
     with style():
         drawing = draw(found)
@@ -171,12 +165,10 @@ def figure_quantization_grid(outcomes: Sequence[Outcome], name: str) -> Figure:
     return Figure(name, "Grid of entropy thresholds for bit-widths (E.9)", shown, drawing, caption)
 
 
-def draw(rows: pd.DataFrame) -> Drawing:
+def draw(rows: pd.DataFrame) -> Any:
     """Heatmaps of ΔFLOPs, ΔPPL and U over the thresholds, the best point framed, and cost over saving. Call it inside `style()`."""
     from matplotlib.patches import Rectangle
     from matplotlib.patheffects import withStroke
-
-    from quicksilver.report.figure import GREY, PALETTE, heat_look, panels, whiskers, write_cells
 
     drawing, plots = panels(2, 2, size=(7.2, 6.0))
     points, chosen = rows.dropna(subset=["utility"]), best(rows)

@@ -16,19 +16,7 @@ import pandas as pd
 from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import AnsweredBy
-from quicksilver.report.table import (
-    NO_VALUE,
-    Column,
-    Panel,
-    Table,
-    interval_cell,
-    numbers,
-    plain_cell,
-    signed,
-    signed_cell,
-    text_cell,
-    versus_null_cell,
-)
+from quicksilver.report.table import NO_VALUE, Column, Panel, Table, interval_cell, numbers, signed, versus_null_cell
 
 from ..ablation import techniques
 from ..ablation.techniques import FUSION, options
@@ -160,9 +148,9 @@ _SHOWN = 3  # best settings at each budget; the frame has all
 def table(outcomes: Sequence[Outcome], name: str) -> Table:
     """The best of the search, then the test."""
     frame = measured(outcomes)
-    setting = Column("", "setting", text_cell("technique"), align="left")
-    saved = Column("saved of the prompt", "exec %", signed_cell("prompt_executed_flops_saved_pct"))
-    kl = Column("", "KL × 100", plain_cell("kl_nats", 2, times=100))
+    setting = Column("", "setting", "{technique}", align="left")
+    saved = Column("saved of the prompt", "exec %", "{prompt_executed_flops_saved_pct:+.1f}")
+    kl = Column("", "KL × 100", "{kl_nats:100*.2f}")
     searched, tested = (provenance.notes([one for one in outcomes if one.row.panel == panel]) for panel in (SEARCH, TEST))
     search = Panel(
         SEARCH,

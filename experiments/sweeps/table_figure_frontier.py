@@ -7,19 +7,16 @@ nearest at that budget, and where the frontier lies.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from quicksilver.report import comparison, provenance, sweeps
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.reported import reported
-from quicksilver.report.table import Column, Panel, Table, interval_cell, kl_cell, signed_cell, text_cell
+from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, label_ends, panels, style, whiskers
+from quicksilver.report.table import KL_CELL, Column, Panel, Table, interval_cell
 
 from ..ablation.techniques import SETTINGS, options
-
-if TYPE_CHECKING:  # a table needs no matplotlib
-    from quicksilver.report.figure import Figure
 
 PANEL = "frontier"
 ALWAYS = ("protocol=continuation", "measure=sweep", "dataset.windows=64")
@@ -71,11 +68,11 @@ def measured(outcomes: Sequence[Outcome]) -> pd.DataFrame:
 def table(outcomes: Sequence[Outcome], name: str) -> Table:
     """A section a technique."""
     columns = (
-        Column("", "share or depth", text_cell("technique"), align="left"),
-        Column("saved %", "exec, prompt", signed_cell("prompt_executed_flops_saved_pct")),
-        Column("saved %", "KV bytes", signed_cell("kv_bytes_saved_pct"), expendable=1),
+        Column("", "share or depth", "{technique}", align="left"),
+        Column("saved %", "exec, prompt", "{prompt_executed_flops_saved_pct:+.1f}"),
+        Column("saved %", "KV bytes", "{kv_bytes_saved_pct:+.1f}", expendable=1),
         Column("perplexity", "Δppl", lambda row: interval_cell(row, "delta_ppl")),
-        Column("", "KL × 100", kl_cell, expendable=2),
+        Column("", "KL × 100", KL_CELL, expendable=2),
         sweeps.FRONT,
     )
     saved, cost = paper_bar()
@@ -97,8 +94,6 @@ _NEAR = 8.0  # % of perplexity: what costs less is drawn apart, beside random to
 
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     """All techniques on the left, those that cost little on the right."""
-    from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, label_ends, panels, style, whiskers
-
     # Two techniques more than the palette has: in grey and in black.
     colours, shapes, dashes = (*PALETTE, GREY, "#000000"), (*MARKERS, "h", "p"), (*DASHES, "--", "-")
     ink = (*PALETTE[:5], "#4f8a65", "#a97b12", "#6a6a6a", "#000000")  # of names: pale colours cannot be read

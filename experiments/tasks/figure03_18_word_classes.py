@@ -17,10 +17,9 @@ from quicksilver.measure.task import TaskResult
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, panels, style, whiskers
-from quicksilver.report.table import numbers, signed
+from quicksilver.report.table import interval_columns, numbers, signed
 from quicksilver.runtime.errors import ConfigError
 
-from ..cells import ends
 from . import scores
 
 READS = scores.READ
@@ -64,7 +63,7 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
         row = {**scores.measured(one.record, one.dense), "dense_score": 100 * one.dense.measured("task", TaskResult).score}
         row |= {"task": task, "words": words, "random": random, "depth_layers": round(float(depth) * one.record.model.layers)}
         null = nulls.get(f"{one.row.key}.random")
-        found.append(row | (ends("beyond_random", scores.lost(one.record, null)) if null is not None else {}))
+        found.append(row | (interval_columns("beyond_random", scores.lost(one.record, null)) if null is not None else {}))
     return pd.DataFrame(found, columns=_COLUMNS)
 
 

@@ -22,11 +22,9 @@ from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row, artefact
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
-from quicksilver.report.comparison import MEASURED
-from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number, numbers, signed
+from quicksilver.report.comparison import MEASURED, technique_cell
+from quicksilver.report.table import Column, Lines, Panel, Table, filled, interval_columns, number, signed, with_ends
 from quicksilver.runtime.errors import ConfigError
-
-from ..cells import ends
 
 READ = (EXAMPLES,)
 PANEL = "tasks"
@@ -93,7 +91,7 @@ class Lost:
 
     def columns(self) -> dict[str, float]:
         """As columns of a frame."""
-        return {**ends("lost", self), "smallest_seen": self.smallest, "mcnemar_p": self.p, "flipped": self.flipped}
+        return {**interval_columns("lost", self), "smallest_seen": self.smallest, "mcnemar_p": self.p, "flipped": self.flipped}
 
 
 def lost(record: Record, dense: Record) -> Lost:
@@ -241,21 +239,17 @@ def table04_tasks(outcomes: Sequence[Outcome], name: str) -> Table:
     for quantity in ("dense_score", "quicksilver_score", "score_drop"):
         found[f"reported_{quantity}"] = [reported()[TASKS[task][1]].values[quantity] for task in found["task"]]
     columns = (
-        Column("", "system", _system, align="left"),
+        Column("", "system", technique_cell, align="left"),
         Column("paper reports", "score", _reported, expendable=3),
         Column("measured", "score", _score),
         Column("measured", "lost", _lost),
         Column("measured", "p", _p, expendable=2),
         Column("saved %", "operations", _saved),
-        Column("", "depth", _depth, expendable=1),
+        Column("", "depth", "{deciding_depth:.1f} of {layers:.0f}", expendable=1),
     )
     title = "The likeliest label word after the prompt; modules may look ahead inside it"
     panel = Panel(PANEL, title, columns, (*_splits(outcomes), *provenance.notes(outcomes)))
     return Table(name, "Tasks of GLUE and SuperGLUE under adaptive inference", found, (panel,), (*findings(found), *LEGEND))
-
-
-def _system(row: Mapping[str, Any]) -> Lines:
-    return (row["technique"],) if row["status"] == MEASURED else (row["technique"], row["status"])
 
 
 def _reported(row: Mapping[str, Any]) -> Lines:
@@ -264,39 +258,27 @@ def _reported(row: Mapping[str, Any]) -> Lines:
 
 
 def _score(row: Mapping[str, Any]) -> Lines:
-    score, majority = number(row, "score"), number(row, "majority")
-    if score is None or majority is None:
-        return (NO_VALUE,)
-    if row["system"] != DENSE:
-        return (f"{score:.1f}",)
-    return (f"{score:.1f}", f"majority {majority:.1f}" if row["above_chance"] else f"chance {majority:.1f}")
+    below = f"\n{'majority' if row['above_chance'] is True else 'chance'} {{majority:.1f}}"
+    return filled("{score:.1f}" + below * (row["system"] == DENSE), row)
 
 
 def _lost(row: Mapping[str, Any]) -> Lines:
-    (value, low, high), smallest = numbers(row, "lost"), number(row, "smallest_seen")
-    if value is None or smallest is None:
-        return (f"{row['examples']:.0f} examples",) if number(row, "examples") is not None else (NO_VALUE,)
-    return (f"{signed(value)} [{signed(low)} {signed(high)}]", f"seen from {smallest:.1f}")
+    has_loss = number(row, "lost") is not None
+    return filled(
+        with_ends("lost", "+.1f", between=" ") + "\nseen from {smallest_seen:.1f}" if has_loss else "{examples:.0f} examples", row
+    )
 
 
 def _p(row: Mapping[str, Any]) -> Lines:
-    p, flipped = number(row, "mcnemar_p"), number(row, "flipped")
-    if p is None or flipped is None:
+    if (p := number(row, "mcnemar_p")) is None:
         return ("",)
-    return ("<0.001" if p < 0.001 else f"{p:.3f}", f"{flipped:.0f} changed")
+    return ("<0.001" if p < 0.001 else f"{p:.3f}", f"{row['flipped']:.0f} changed")
 
 
 def _saved(row: Mapping[str, Any]) -> Lines:
-    executed, paper = number(row, "executed_flops_saved_pct"), number(row, "paper_flops_saved_pct")
-    if executed is None:
-        total = number(row, "executed_flops")
-        return (NO_VALUE,) if total is None else (f"{total / 1e9:.2f} G",)
-    return (signed(executed), f"paper {signed(paper)}")
-
-
-def _depth(row: Mapping[str, Any]) -> Lines:
-    depth, layers = number(row, "deciding_depth"), number(row, "layers")
-    return (NO_VALUE,) if depth is None or layers is None else (f"{depth:.1f} of {layers:.0f}",)
+    differs = number(row, "executed_flops_saved_pct") is not None
+    saved = "{executed_flops_saved_pct:+.1f}\npaper {paper_flops_saved_pct:+.1f}"
+    return filled(saved if differs else "{executed_flops:1e-9*.2f} G", row)
 
 
 def _splits(outcomes: Sequence[Outcome]) -> Lines:

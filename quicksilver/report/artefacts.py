@@ -8,7 +8,8 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -102,35 +103,24 @@ class Experiment(Protocol):
 Maker = Callable[[Sequence[Outcome], str], Any]
 
 
-@dataclass(frozen=True)
-class ArtefactFunction:
-    """A function that makes one artefact of a file with several: an `Experiment`, see `artefact`."""
-
-    make: Maker
-    rows: Callable[[], Sequence[Row]]
-    READS: tuple[str, ...] = ()
-    ANSWERS: Mapping[str, AnsweredBy | tuple[AnsweredBy, ...]] = field(default_factory=dict)
-    STATEMENTS: Callable[[], list[Statement]] = list
-
-    def __call__(self, outcomes: Sequence[Outcome], name: str) -> Any:
-        """The table or figure called `name`, from one outcome a row."""
-        return self.make(outcomes, name)
-
-    table = figure = __call__
-
-
 def artefact(
     rows: Callable[[], Sequence[Row]],
     reads: Sequence[str] = (),
     answers: Mapping[str, AnsweredBy | tuple[AnsweredBy, ...]] | None = None,
     statements: Callable[[], list[Statement]] = list,
-) -> Callable[[Maker], ArtefactFunction]:
+) -> Callable[[Maker], Maker]:
     """Declare the function below, `table11_ablation` or `figure_front`, the maker of that table or figure; its docstring begins with the title.
 
     Args:
         rows, reads, answers, statements: what a file with one artefact calls `rows`, `READS`, `ANSWERS` and `STATEMENTS`.
     """
-    return lambda make: ArtefactFunction(make, rows, tuple(reads), answers or {}, statements)
+
+    def declared(make: Maker) -> Maker:  # an `Experiment`, as such a file is
+        own = {"rows": rows, "READS": tuple(reads), "ANSWERS": answers or {}, "STATEMENTS": statements}
+        vars(make).update(own, table=make, figure=make)
+        return make
+
+    return declared
 
 
 @dataclass(frozen=True)
@@ -178,7 +168,8 @@ class Artefact:
 
     def build(self, outcomes: Sequence[Outcome], name: str) -> Table | Figure:
         """The table or figure called `name`, with the records that it is made of and the claims that it answers."""
-        made = self.experiment.table(outcomes, name) if self.kind == "table" else self.experiment.figure(outcomes, name)
+        with self._with_libraries():
+            made = self.experiment.table(outcomes, name) if self.kind == "table" else self.experiment.figure(outcomes, name)
         found = (record.fingerprint for one in outcomes for record in one.records)
         title = made.title if self.kind == "table" else made.title + _measured_on(outcomes)
         return dataclasses.replace(made, title=title, records=tuple(sorted(set(found))), claims=self.claims)
@@ -210,6 +201,18 @@ class Artefact:
         docstring = ast.get_docstring(functions[self.function] if self.function else tree) or self.path.stem
         return re.sub(r"^(Table|Figure)s? [^:]+: ", "", docstring.splitlines()[0]).rstrip(".")
 
+    @contextmanager
+    def _with_libraries(self) -> Iterator[None]:
+        """Say how to install a library that is missing inside the block."""
+        try:
+            yield
+        except ModuleNotFoundError as error:
+            if (error.name or "").split(".")[0] == "quicksilver":
+                raise
+            raise ConfigError(
+                f"{self.kind} {self.number} needs {error.name}, which is not installed: pip install 'quicksilver[plots]'."
+            ) from error
+
     @cached_property
     def experiment(self) -> Experiment:
         """The file, imported, or its function that makes this artefact.
@@ -217,14 +220,8 @@ class Artefact:
         Raises:
             ConfigError: it needs a library that is not installed.
         """
-        try:
+        with self._with_libraries():
             module = _imported(self.path)
-        except ModuleNotFoundError as error:
-            if (error.name or "").split(".")[0] == "quicksilver":
-                raise
-            raise ConfigError(
-                f"{self.kind} {self.number} needs {error.name}, which is not installed: pip install 'quicksilver[plots]'."
-            ) from error
         return cast(Experiment, getattr(module, self.function) if self.function else module)
 
 

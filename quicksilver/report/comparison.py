@@ -10,7 +10,7 @@ import math
 import shutil
 import subprocess
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,19 +39,19 @@ from quicksilver.report.claims.reported import reported
 from quicksilver.report.provenance import SHORT
 from quicksilver.report.table import (
     ENDS,
+    KL_CELL,
+    NO_VALUE,
     Cell,
     Column,
     Lines,
     Panel,
     Table,
-    amount,
     audit_cell,
     csv,
+    filled,
     interval_cell,
-    kl_cell,
     number,
     signed,
-    signed_cell,
     speedup_cell,
     versus_null_cell,
     without_folders,
@@ -255,20 +255,18 @@ def columns(*, prompt: bool) -> tuple[Column, ...]:
     paper, measured, quality = "paper reports", "measured", "perplexity against dense"
     return (
         Column("", "technique", marked_technique_cell, align="left"),
-        Column(paper, "speed", signed_cell("reported_speedup_pct", 0), expendable=7),
-        Column(paper, "FLOPs", signed_cell("reported_flops_saved_pct", 0), expendable=7),
-        Column(paper, "Δppl", signed_cell("reported_delta_ppl", 2), expendable=7),
+        Column(paper, "speed", "{reported_speedup_pct:+.0f}", expendable=7),
+        Column(paper, "FLOPs", "{reported_flops_saved_pct:+.0f}", expendable=7),
+        Column(paper, "Δppl", "{reported_delta_ppl:+.2f}", expendable=7),
         Column(measured, "speedup", _speedup()),
         *([Column(measured, "of the prompt", _speedup("prompt_"), expendable=3)] if prompt else []),
-        Column(measured, "CO₂e", _or_dense("gco2_per_token", _micrograms, signed_cell("co2_saved_pct")), expendable=8),
+        Column(measured, "CO₂e", _or_dense("{gco2_per_token:1e6*.2g} µg", "{co2_saved_pct:+.1f}"), expendable=8),
         *(
-            Column(
-                "FLOPs saved %", header, _or_dense(f"{key}_flops", amount, signed_cell(f"{key}_flops_saved_pct")), expendable=rank
-            )
-            for header, key, rank in ledgers
+            Column("FLOPs saved %", one, _or_dense(f"{{{key}_flops:amount}}", f"{{{key}_flops_saved_pct:+.1f}}"), expendable=rank)
+            for one, key, rank in ledgers
         ),
         Column(quality, "Δppl", delta_ppl_cell),
-        Column(quality, "KL × 100", kl_cell, expendable=4),
+        Column(quality, "KL × 100", KL_CELL, expendable=4),
         Column(quality, "Δppl of null", lambda row: interval_cell(row, "null_delta_ppl"), expendable=5),
         Column(quality, "vs random", versus_null_cell, expendable=1),
         Column("", "audit", audit_cell, expendable=6),
@@ -287,29 +285,25 @@ def marked_technique_cell(row: Mapping[str, Any]) -> Lines:
     return (row["technique"], *textwrap.wrap(row["status"], 20))
 
 
-def _micrograms(grams: float) -> str:
-    return f"{1e6 * grams:.2g} µg"
-
-
 def _speedup(phase: str = "") -> Cell:
     def others(row: Mapping[str, Any]) -> Lines:
         return ("simulated",) if row["simulated"] is True else speedup_cell(row, f"{phase}speedup_pct")
 
-    return _or_dense(f"{phase}latency_ms", "{:.0f} ms".format, others)
+    return _or_dense(f"{{{phase}latency_ms:.0f}} ms", others)
 
 
-def _or_dense(key: str, show: Callable[[float], str], others: Cell) -> Cell:
-    """A cell of `others`; the dense row, with which all are compared, has the absolute number under `key` instead."""
+def _or_dense(own: str, others: Cell | str) -> Cell:
+    """A cell of `others`; the dense row, with which all are compared, has the absolute number `own` instead, where it has it."""
 
     def cell(row: Mapping[str, Any]) -> Lines:
         is_dense = row["status"] == MEASURED and row["record"] == row["dense_record"]
-        value = number(row, key) if is_dense else None
-        return others(row) if value is None else (show(value),)
+        shown = filled(own, row)
+        return shown if is_dense and shown != (NO_VALUE,) else filled(others, row)
 
     return cell
 
 
-delta_ppl_cell = _or_dense("ppl", "ppl {:.2f}".format, lambda row: interval_cell(row, "delta_ppl"))
+delta_ppl_cell = _or_dense("ppl {ppl:.2f}", lambda row: interval_cell(row, "delta_ppl"))
 
 COLUMNS = [
     *("panel", "section", "key", "technique", "status"),

@@ -14,21 +14,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
 import numpy as np
 import pandas as pd
-from cycler import cycler
-from matplotlib.axes import Axes
-from matplotlib.collections import LineCollection
-from matplotlib.colors import Normalize
-from matplotlib.figure import Figure as Drawing
-from matplotlib.transforms import Bbox
-from scipy.optimize import isotonic_regression
 
 from quicksilver.files import write_files
 from quicksilver.report.table import Written, csv, values, wrapped, written_of
+
+if TYPE_CHECKING:  # matplotlib is for who draws: a file that makes a table as well imports this one
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Drawing
+    from matplotlib.transforms import Bbox
 
 # Ordered from dark to light, so that neighbours differ when printed in grey; lines and bars differ by dash, marker and hatch as well.
 PALETTE = ("#14213d", "#9b2226", "#6a4c93", "#1f7a8c", "#ca6702", "#83b692", "#e9c46a")
@@ -146,6 +143,9 @@ class Figure:
 @contextmanager
 def style() -> Iterator[None]:
     """The look of every figure, inside the block: draw in it."""
+    import matplotlib
+    from cycler import cycler
+
     cycle = cycler(color=PALETTE) + cycler(linestyle=DASHES) + cycler(marker=MARKERS)
     with matplotlib.rc_context({"axes.prop_cycle": cycle}, Path(__file__).with_suffix(".mplstyle")):
         yield
@@ -153,6 +153,8 @@ def style() -> Iterator[None]:
 
 def panels(rows: int = 1, columns: int = 1, size: tuple[float, float] = (7.0, 3.6), **options: Any) -> tuple[Drawing, np.ndarray]:
     """An empty drawing of `size` inches and its axes (rows, columns); `options` go to `Figure.subplots`. Call it inside `style()`."""
+    from matplotlib.figure import Figure as Drawing
+
     drawing = Drawing(figsize=size, layout="constrained")
     return drawing, drawing.subplots(rows, columns, squeeze=False, **options)
 
@@ -180,6 +182,8 @@ _STROKE_STEP = 4.0  # pixels
 
 def heat_look(values: np.ndarray) -> dict[str, Any]:
     """Colour map and limits of a heatmap, as `imshow` takes them: around 0 where values have both signs, else from the least to the greatest."""
+    from matplotlib.colors import Normalize
+
     low, high = (float(end(values)) if np.isfinite(values).any() else 0.0 for end in (np.nanmin, np.nanmax))
     if low < 0 < high:
         return {"cmap": DIVERGING, "norm": Normalize(-max(-low, high), max(-low, high))}
@@ -227,6 +231,8 @@ def label_ends(plot: Axes, ends: Sequence[tuple[float, float, str, str]], gap: f
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
     """Ascending places moved as little as need be, so that neighbours are at least `gap` apart (least squares)."""
+    from scipy.optimize import isotonic_regression
+
     least = gap * np.arange(len(places))
     return list(isotonic_regression(np.asarray(places) - least).x + least)
 
@@ -238,6 +244,8 @@ def label_points(drawing: Drawing, labels: Mapping[Axes, Sequence[tuple[float, f
         labels: axes to x, y and text of its points. Everything else must be drawn already: places depend on the layout.
         size: of the text in points.
     """
+    from matplotlib.transforms import Bbox
+
     drawing.draw_without_rendering()
     drawing.set_layout_engine("none")  # or the texts would move what they were placed by
     for plot, points in labels.items():
@@ -263,6 +271,8 @@ def label_points(drawing: Drawing, labels: Mapping[Axes, Sequence[tuple[float, f
 
 def _strokes(plot: Axes) -> np.ndarray:
     """Pixels (M, 2) on the lines and error bars of `plot`, near enough to each other that no text fits between them."""
+    from matplotlib.collections import LineCollection
+
     paths = [line.get_xydata() for line in plot.lines if line.get_linestyle() not in ("None", "", " ")]
     for bars in plot.collections:
         paths += [path.vertices for path in bars.get_paths()] if isinstance(bars, LineCollection) else []
@@ -279,6 +289,8 @@ def _free_place(
     own: np.ndarray, width: float, height: float, unit: float, taken: Sequence[Bbox], strokes: np.ndarray, inside: Bbox
 ) -> tuple[float, float]:
     """Lower left corner (pixels) of the nearest place for a text beside the point `own` that covers nothing; of all the one that covers least."""
+    from matplotlib.transforms import Bbox
+
     best, least = (0.0, 0.0), float("inf")
     for distance in (0.6, 1.2, 2.2, 3.4):
         for across, up in ((1, 1), (1, -1), (-1, 1), (-1, -1), (1, 0), (-1, 0), (0, 1), (0, -1)):
@@ -296,5 +308,5 @@ def _free_place(
 
 def _shared(one: Bbox, other: Bbox) -> float:
     """Area of what two boxes have in common."""
-    both = Bbox.intersection(one, other)
+    both = one.intersection(one, other)
     return 0.0 if both is None else both.width * both.height

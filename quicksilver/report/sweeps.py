@@ -22,10 +22,10 @@ from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.ledger import saved_pct as paired_saved_pct
 from quicksilver.report.claims.reported import Estimate
 from quicksilver.report.comparison import interval
-from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, interval_cell, number, signed, versus_null_cell
+from quicksilver.report.figure import GREY, MARKERS, PALETTE, Figure, label_points, panels, style, whiskers
+from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, interval_cell, versus_null_cell
 
 if TYPE_CHECKING:
-    from quicksilver.report.figure import Figure
     from quicksilver.runs.dials import Fit
 
 
@@ -173,10 +173,10 @@ def columns(sweep: Sweep) -> tuple[Column, ...]:
 
 def measured_columns(sweep: Sweep) -> tuple[Column, ...]:
     """Quality, and what was saved."""
-    saved = [Column("saved %", SAVED[key][0], _signed(key), expendable=rank) for rank, key in enumerate(sweep.shown)]
+    saved = [Column("saved %", SAVED[key][0], f"{{{key}:+.1f}}", expendable=rank) for rank, key in enumerate(sweep.shown)]
     base = [Column(f"against {sweep.base}", "Δppl", lambda row: interval_cell(row, "base_delta_ppl"))] if sweep.base else []
     return (
-        Column("perplexity", "ppl", lambda row: (NO_VALUE if number(row, "ppl") is None else f"{row['ppl']:.2f}",), expendable=9),
+        Column("perplexity", "ppl", "{ppl:.2f}", expendable=9),
         Column("perplexity", "Δppl", lambda row: interval_cell(row, "delta_ppl")),
         *base,
         *saved,
@@ -187,10 +187,6 @@ def _short(override: str) -> str:
     """`halting.tau_drift=p40` without its groups; a key alone as well."""
     key, equals, value = override.partition("=")
     return f"{key.rpartition('.')[2]}{equals}{value}"
-
-
-def _signed(key: str) -> Callable[[Mapping[str, Any]], Lines]:
-    return lambda row: (signed(number(row, key)),)
 
 
 def _setting(key: str, *, first: bool) -> Callable[[Mapping[str, Any]], Lines]:
@@ -229,8 +225,6 @@ def answers(sweep: Sweep, key: str, claim: str, flops: str | None = None) -> dic
 
 def figure(outcomes: Sequence[Outcome], name: str, title: str, sweeps: Sequence[Sweep]) -> Figure:
     """What is saved against what it costs, one plot a sweep, with intervals; the front is joined by a line."""
-    from quicksilver.report.figure import Figure, label_points, panels, style
-
     rows = frame(outcomes, sweeps)
     with style():
         lines = math.ceil(len(sweeps) / _PLOTS_A_LINE)
@@ -261,8 +255,6 @@ def notes(outcomes: Sequence[Outcome], name: str) -> tuple[str, ...]:
 def draw_front(plot: Any, rows: pd.DataFrame, sweep: Sweep) -> list[tuple[float, float, str]]:
     """One sweep into `plot` (matplotlib axes): a series for each value of the first of two axes, labelled by the other; the front as a
     line. Against the sweep's base where it has one. Returns x, y and text of the labels, for `label_points`."""
-    from quicksilver.report.figure import GREY, MARKERS, PALETTE, whiskers
-
     gain, cost = sweep.shown[0], "base_delta_ppl_pct" if sweep.base else "delta_ppl_pct"
     *outer, inner = sweep.axes()
     swept = rows[rows["section"].eq("")].dropna(subset=[gain, cost]).sort_values(gain, kind="stable")
@@ -329,14 +321,14 @@ def budget_table(fits: Sequence[tuple[Fit, Mapping[str, tuple[Record, Record]]]]
 
 
 BUDGET_COLUMNS = (
-    Column("", "text", lambda row: (row["technique"],), align="left"),
-    Column("", "dial", lambda row: (row["dial"],), align="left"),
-    Column("budget, %", "asked", lambda row: (f"{row['asked_pct']:g}",)),
-    Column("budget, %", "reached", lambda row: (signed(number(row, "reached_pct"), 2),)),
-    Column("budget, %", "kept", lambda row: (row["kept"],)),
-    Column("saved, % of dense FLOPs", "exec", _signed("executed_flops_saved_pct")),
-    Column("saved, % of dense FLOPs", "prompt", _signed("prompt_executed_flops_saved_pct"), expendable=2),
-    Column("saved, % of dense FLOPs", "paper", _signed("paper_flops_saved_pct"), expendable=3),
+    Column("", "text", "{technique}", align="left"),
+    Column("", "dial", "{dial}", align="left"),
+    Column("budget, %", "asked", "{asked_pct:g}"),
+    Column("budget, %", "reached", "{reached_pct:+.2f}"),
+    Column("budget, %", "kept", "{kept}"),
+    Column("saved, % of dense FLOPs", "exec", "{executed_flops_saved_pct:+.1f}"),
+    Column("saved, % of dense FLOPs", "prompt", "{prompt_executed_flops_saved_pct:+.1f}", expendable=2),
+    Column("saved, % of dense FLOPs", "paper", "{paper_flops_saved_pct:+.1f}", expendable=3),
     Column("perplexity against dense", "Δppl", lambda row: interval_cell(row, "delta_ppl")),
     Column("perplexity against dense", "Δppl of null", lambda row: interval_cell(row, "null_delta_ppl"), expendable=4),
     Column("perplexity against dense", "vs random", versus_null_cell, expendable=1),

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import re
+import string
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,12 +37,14 @@ SCHEMA_VERSION = 1
 class Column:
     """One printed column: `group` stands above neighbours of the same group.
 
-    A terminal that is too narrow leaves out the highest `expendable` first; 0 always stays.
+    Args:
+        cell: a function of the row, or its lines as a form (see `filled`): `{ppl:.2f}\\n± {spread:.1f}`.
+        expendable: a terminal that is too narrow leaves out the highest first; 0 always stays.
     """
 
     group: str
     header: str
-    cell: Cell
+    cell: Cell | str
     align: Align = "right"
     expendable: int = 0
 
@@ -83,7 +86,7 @@ class Table:
             members = groupby((one for one in rows if one[1]["panel"] == panel.key), key=lambda one: one[1]["section"])
             sections = tuple(
                 Section(
-                    str(title), tuple(PrintedRow(at, tuple(tuple(one.cell(row)) for one in panel.columns)) for at, row in some)
+                    str(title), tuple(PrintedRow(at, tuple(filled(one.cell, row) for one in panel.columns)) for at, row in some)
                 )
                 for title, some in members
             )
@@ -416,6 +419,56 @@ FALSE_DISCOVERIES = 0.05  # among the verdicts of a table
 ENDS = ("", "_low", "_high")  # behind a column's name: the value, and its 95% interval
 
 
+class _Form(string.Formatter):
+    def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        value = kwargs.get(str(key))
+        if value is None or value == "" or value != value:  # NaN fills the holes of a frame
+            raise LookupError(key)
+        return value
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec == "amount":
+            return amount(value)
+        factor, _, spec = format_spec.rpartition("*")
+        text = format(float(factor) * value if factor else value, spec)
+        return text[1:] if spec.startswith("+") and float(text) == 0 else text
+
+
+_FORM = _Form()
+
+
+def filled(cell: Cell | str, row: Mapping[str, Any]) -> Lines:
+    """The lines of a cell: those of a function, or a form with the row's values.
+
+    In a form, `{a:+.1f}` is `signed`, `{a:100*.1f}` shows a hundredfold, `{a:amount}` is `amount`. A line whose value the row lacks is left
+    out; where that is the first line, `-` stands for all of them.
+    """
+    if not isinstance(cell, str):
+        return tuple(cell(row))
+    lines: list[str] = []
+    for line in cell.split("\n"):
+        try:
+            lines.append(_FORM.vformat(line, (), row))
+        except LookupError:
+            if not lines:
+                return (NO_VALUE,)
+    return tuple(lines)
+
+
+def with_ends(column: str, spec: str = ".1f", between: str = "\n") -> str:
+    """The form of a number over its interval, or `between` them what is given; the ends stand in `_low` and `_high`."""
+    value, low, high = (f"{{{column}{end}:{spec}}}" for end in ENDS)
+    return f"{value}{between}[{low} {high}]"
+
+
+KL_CELL = with_ends("kl_nats", "100*.3g")  # to the dense model, in hundredths of a nat a token
+
+
+def interval_columns(column: str, interval: Any, times: float = 1.0) -> dict[str, float]:
+    """Three columns of anything with `value`, `low` and `high`; `times=100` makes shares percentages."""
+    return {f"{column}{end}": times * getattr(interval, end.lstrip("_") or "value") for end in ENDS}
+
+
 def number(row: Mapping[str, Any], key: str) -> float | None:
     """The number under `key`; None where the row has none (a frame fills such holes with NaN)."""
     value = row.get(key)
@@ -460,12 +513,6 @@ def interval_cell(row: Mapping[str, Any], name: str) -> Lines:
     return tuple(lines)
 
 
-def kl_cell(row: Mapping[str, Any]) -> Lines:
-    """`2.55` and below it `[2.31 2.80]`: KL to the dense model in hundredths of a nat a token."""
-    middle, low, high = (f"{100 * value:.3g}" if value is not None else NO_VALUE for value in numbers(row, "kl_nats"))
-    return (NO_VALUE,) if middle == NO_VALUE else (middle, f"[{low} {high}]")
-
-
 def speedup_cell(row: Mapping[str, Any], key: str = "speedup_pct") -> Lines:
     """The speedup, or `≈ 0` where it is no larger than the A/A noise floor, printed below the panel (`comparison.noise_note`)."""
     return time_cell(number(row, key), number(row, key.replace("speedup_pct", "noise_floor_pct")))
@@ -508,18 +555,3 @@ def audit_cell(row: Mapping[str, Any]) -> Lines:
     if shown is None:
         return (NO_VALUE,)
     return (shown,) if masked is None else (masked, f"compact {shown}")
-
-
-def text_cell(key: str) -> Cell:
-    """A cell of the text under `key`; `-` where there is none."""
-    return lambda row: (row[key] if isinstance(row[key], str) and row[key] else NO_VALUE,)
-
-
-def plain_cell(key: str, decimals: int = 1, times: float = 1.0) -> Cell:
-    """A cell of the number under `key`, such as `1.2`."""
-    return lambda row: (NO_VALUE if (value := number(row, key)) is None else f"{times * value:.{decimals}f}",)
-
-
-def signed_cell(key: str, decimals: int = 1, times: float = 1.0) -> Cell:
-    """A cell of the difference under `key`, such as `+1.2`."""
-    return lambda row: (NO_VALUE if (value := number(row, key)) is None else signed(times * value, decimals),)

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -31,6 +32,7 @@ import quicksilver
 from quicksilver.files import write_atomically
 from quicksilver.fitting.equivalent import Derivative, equivalent_forward
 from quicksilver.fitting.gates import HaltingGates
+from quicksilver.measure.components import SectionClock
 from quicksilver.measure.latency import alternate, shared_weight_copy
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.phases import observed
@@ -374,28 +376,15 @@ def _against(times: Any, name: str, dense: str, flops: float) -> dict[str, float
 # -- share by share --------------------------------------------------------------------------------------------------------------
 
 
-class Stopwatch:
-    """Seconds by part; an observer of the runtime's phases, whose innermost one is charged."""
+class PartsClock(SectionClock):
+    """Milliseconds by part; an observer of the runtime's phases. The layers are numbered as they come."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._open: list[str] = []
-        self._since = time.perf_counter()
+        super().__init__("cpu")
+        self._layers = count()
 
-    def enter(self, phase: str) -> None:
-        self._charge()
-        layers = sum(name.startswith("layer ") for name in self.seconds)
-        self._open.append(f"layer {layers}" if phase == "layer" else phase)
-
-    def leave(self) -> None:
-        self._charge()
-        self._open.pop()
-
-    def _charge(self) -> None:
-        now = time.perf_counter()
-        if self._open:
-            self.seconds[self._open[-1]] += now - self._since
-        self._since = now
+    def enter(self, component: str, layer: int | None = None) -> None:
+        super().enter(f"layer {next(self._layers)}" if component == "layer" else component, layer)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -425,13 +414,12 @@ def parts(seed: SeedRuns, name: str = "gentle", repeats: int = 15, scenes: int =
         for part, values in taken.items():
             n, width = np.array(tokens.get(part, [np.nan])), model.config.hidden_size
             flops = (16 * width**2 * n + 4 * width * n**2).mean()
-            latency_ms = 1e3 * float(np.mean(values))
-            rows.append({"run": said, "part": part, "latency_ms": latency_ms, "tokens": n.mean(), "flops": flops})
+            rows.append({"run": said, "part": part, "latency_ms": float(np.mean(values)), "tokens": n.mean(), "flops": flops})
     return pd.DataFrame(rows)
 
 
 def _taken(timed: Timed, scene: Scene) -> dict[str, float]:
-    watch, model = Stopwatch(), timed.model
+    watch, model = PartsClock(), timed.model
     timed.run.reset()
     with ExitStack() as hooks:
         if timed.policy is None:  # layers that nobody wraps have no phases
@@ -449,9 +437,9 @@ def _taken(timed: Timed, scene: Scene) -> dict[str, float]:
                 said = model.head(model.encoder.norm(hidden))
             with watch.part("boxes and suppression"):
                 decode(said, timed.grid)
-    for index in range(model.config.num_hidden_layers):  # one that no token is left for is not called
-        watch.seconds.setdefault(f"layer {index}", 0.0)
-    return dict(watch.seconds)
+    found = {part: ms for (part, _), ms in watch.times_ms().items()}
+    # A layer that no token is left for is not called.
+    return found | {layer: found.get(layer, 0.0) for layer in (f"layer {i}" for i in range(model.config.num_hidden_layers))}
 
 
 # -- by size ---------------------------------------------------------------------------------------------------------------------

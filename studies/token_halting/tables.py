@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row, artefact, experiments_folder
 from quicksilver.report.claims.ledger import Statement
 from quicksilver.report.claims.reported import Estimate
-from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number, signed
+from quicksilver.report.table import NO_VALUE, Cell, Column, Lines, Panel, Table, filled, number, with_ends
 
 COMMAND = "python scripts/train_halting.py detection"
 LABELS = {
@@ -44,14 +45,14 @@ def no_rows() -> list[Row]:
     return []
 
 
-def cell(key: str, form: str, of: str | None = None, scale: float = 1.0) -> Any:
-    """Of a column: `scale` times the row's number `key`, over its number `of` if one is given."""
+def ratio(key: str, of: str) -> Cell:
+    """The row's number `key` over its number `of`."""
 
-    def lines(row: Mapping[str, Any]) -> Lines:
-        value, divisor = number(row, key), number(row, of) if of else 1.0
-        return (NO_VALUE if value is None or not divisor else form.format(scale * value / divisor),)
+    def cell(row: Mapping[str, Any]) -> Lines:
+        value, divisor = number(row, key), number(row, of)
+        return (NO_VALUE if value is None or not divisor else f"{value / divisor:.2f}",)
 
-    return lines
+    return cell
 
 
 def folder() -> Path:
@@ -133,21 +134,11 @@ def realized(timed: pd.DataFrame) -> pd.DataFrame:
 # -- table detection ---------------------------------------------------------------------------------------------------------------
 
 
-def _ap(key: str) -> Any:
-    def cell(row: Mapping[str, Any]) -> Lines:
-        return f"{row[key]:.3f}", f"{row[f'{key}_low']:.3f} to {row[f'{key}_high']:.3f}"
-
-    return cell
+def _ap(key: str) -> str:
+    return f"{{{key}:.3f}}\n{{{key}_low:.3f}} to {{{key}_high:.3f}}"
 
 
-def _difference(key: str) -> Any:
-    def cell(row: Mapping[str, Any]) -> Lines:
-        value = number(row, key)
-        if value is None:
-            return (NO_VALUE,)
-        return (f"{signed(value, 3)} [{signed(number(row, f'{key}_low'), 3)} {signed(number(row, f'{key}_high'), 3)}]",)
-
-    return cell
+_difference = partial(with_ends, spec="+.3f", between=" ")
 
 
 def _noise(found: pd.DataFrame, clock: str, said: str) -> tuple[str, ...]:
@@ -162,12 +153,9 @@ def _noise(found: pd.DataFrame, clock: str, said: str) -> tuple[str, ...]:
     return comparison.noise_note(rows, f"a scene's time, {said}")
 
 
-def _realized(clock: str) -> Any:
-    def cell(row: Mapping[str, Any]) -> Lines:
-        share, saved = number(row, f"{clock}_realized"), row[f"{clock}_flops_saved_pct"]
-        return (NO_VALUE,) if share is None or saved <= 0 else (f"{share:.2f}", f"of {signed(saved)}%")
-
-    return cell
+def _realized(clock: str) -> Cell:
+    form = f"{{{clock}_realized:.2f}}\nof {{{clock}_flops_saved_pct:+.1f}}%"
+    return lambda row: filled(form, row) if row[f"{clock}_flops_saved_pct"] > 0 else (NO_VALUE,)
 
 
 def _technique(row: Mapping[str, Any]) -> Lines:
@@ -177,9 +165,9 @@ def _technique(row: Mapping[str, Any]) -> Lines:
 
 DETECTION_COLUMNS = (
     Column("", "technique", _technique, align="left"),
-    Column("computed %", "token-layers", cell("tokens", "{:.0f}", scale=100)),
-    Column("computed %", "in boxes, last layer", cell("kept_in_box", "{:.0f}", scale=100), expendable=3),
-    Column("", "FLOPs saved %", lambda row: (signed(row["executed_flops_saved_pct"]),)),
+    Column("computed %", "token-layers", "{tokens:100*.0f}"),
+    Column("computed %", "in boxes, last layer", "{kept_in_box:100*.0f}", expendable=3),
+    Column("", "FLOPs saved %", "{executed_flops_saved_pct:+.1f}"),
     Column("AP", "recycled", _ap("ap")),
     Column("AP", "not recycled", _ap("ap_unrecycled")),
     Column("difference of AP", "to dense", _difference("vs_dense")),
@@ -190,7 +178,7 @@ DETECTION_COLUMNS = (
         column
         for clock, said in CLOCKS.items()
         for column in (
-            Column(said, "time ÷ dense", cell(f"{clock}_latency_ratio", "{:.2f}"), expendable=2),
+            Column(said, "time ÷ dense", f"{{{clock}_latency_ratio:.2f}}", expendable=2),
             Column(said, "time ÷ FLOPs saved", _realized(clock), expendable=2),
         )
     ),
@@ -308,29 +296,29 @@ def _cost() -> pd.DataFrame:
 
 
 PARTS_COLUMNS = (
-    Column("", "part", lambda row: (row["what"],), align="left"),
-    Column("dense", "ms", cell("dense_ms", "{:.2f}")),
-    Column("dense", "tokens", cell("dense_tokens", "{:.0f}")),
-    Column("halted at p < ½", "ms", cell("halted_ms", "{:.2f}")),
-    Column("halted at p < ½", "tokens", cell("halted_tokens", "{:.0f}")),
-    Column("halted ÷ dense", "time", cell("halted_ms", "{:.2f}", of="dense_ms")),
-    Column("halted ÷ dense", "FLOPs", cell("halted_flops", "{:.2f}", of="dense_flops")),
+    Column("", "part", "{what}", align="left"),
+    Column("dense", "ms", "{dense_ms:.2f}"),
+    Column("dense", "tokens", "{dense_tokens:.0f}"),
+    Column("halted at p < ½", "ms", "{halted_ms:.2f}"),
+    Column("halted at p < ½", "tokens", "{halted_tokens:.0f}"),
+    Column("halted ÷ dense", "time", ratio("halted_ms", "dense_ms")),
+    Column("halted ÷ dense", "FLOPs", ratio("halted_flops", "dense_flops")),
 )
 SIZES_COLUMNS = (
-    Column("", "width", cell("width", "{:.0f}")),
-    Column("", "pillars", cell("pillars", "{:.0f}")),
-    Column("ms a scene", "dense", cell("dense_ms", "{:.1f}")),
-    Column("ms a scene", "halted", cell("halted_ms", "{:.1f}")),
-    Column("", "FLOPs saved %", cell("flops_saved_pct", "{:.0f}")),
-    Column("", "time ÷ dense", cell("latency_ratio", "{:.2f}")),
-    Column("", "time ÷ FLOPs saved", cell("realized", "{:.2f}")),
-    Column("", "time ÷ dense of half the width", cell("halted_ms", "{:.2f}", of="half_ms")),
-    Column("", "noise %", cell("noise_floor_pct", "{:.0f}")),
+    Column("", "width", "{width:.0f}"),
+    Column("", "pillars", "{pillars:.0f}"),
+    Column("ms a scene", "dense", "{dense_ms:.1f}"),
+    Column("ms a scene", "halted", "{halted_ms:.1f}"),
+    Column("", "FLOPs saved %", "{flops_saved_pct:.0f}"),
+    Column("", "time ÷ dense", "{latency_ratio:.2f}"),
+    Column("", "time ÷ FLOPs saved", "{realized:.2f}"),
+    Column("", "time ÷ dense of half the width", ratio("halted_ms", "half_ms")),
+    Column("", "noise %", "{noise_floor_pct:.0f}"),
 )
 COST_COLUMNS = (
-    Column("", "what", lambda row: (row["what"],), align="left"),
-    Column("", "steps or scenes", cell("count", "{:.0f}")),
-    Column("", "seconds each", cell("seconds_each", "{:.2g}")),
+    Column("", "what", "{what}", align="left"),
+    Column("", "steps or scenes", "{count:.0f}"),
+    Column("", "seconds each", "{seconds_each:.2g}"),
     Column("", "minutes a seed", lambda row: (f"{row['seconds'] / 60:.1f}",)),
 )
 TIME_LEGEND = (
@@ -442,17 +430,11 @@ def _words(key: str, width: int) -> Callable[[Mapping[str, object]], Lines]:
     return lambda row: tuple(textwrap.wrap(str(row[key]), width)) or ("",)
 
 
-def _measured(row: Mapping[str, object]) -> Lines:
-    if pd.isna(row["difference"]):
-        return ("-",)
-    return (f"{signed(row['difference'], 3)} [{signed(row['low'], 3)} {signed(row['high'], 3)}]",)  # type: ignore[arg-type]
-
-
 CLAIMS_COLUMNS = (
     Column("", "the paper states", _words("quote", 44), align="left"),
     Column("", "compared", _words("compared", 34), align="left"),
-    Column("", "measured", _measured),
-    Column("", "verdict", lambda row: (row["verdict"],), align="left"),
+    Column("", "measured", "{difference:+.3f} [{low:+.3f} {high:+.3f}]"),
+    Column("", "verdict", "{verdict}", align="left"),
     Column("", "why", _words("why", 34), align="left"),
 )
 

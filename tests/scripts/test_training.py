@@ -20,7 +20,6 @@ import tiny
 import torch
 import train_reference as training
 import training_loop
-from safetensors.torch import save_file
 from thinning import first
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -157,21 +156,6 @@ def test_a_run_that_broke_off_ends_with_the_weights_of_one_that_did_not(tmp_path
     train(tmp_path, data)
     assert_equal_weights(weights(tmp_path), weights(uninterrupted))
     assert state(tmp_path)["history"] == state(uninterrupted)["history"]
-
-
-def test_a_run_of_an_earlier_version_goes_on(tmp_path, data, uninterrupted):
-    """Its state is a folder with the weights, the moments of each optimiser, and what is no tensor."""
-    train_until(57, tmp_path, data)
-    there, place = state(tmp_path), tmp_path / "tiny" / "latest"
-    place.mkdir()
-    save_file(there.pop("model"), place / "model.safetensors")
-    for i, moments in enumerate(there.pop("optims")):
-        flat = {f"{index}.{name}": tensor for index, one in moments.items() for name, tensor in one.items() if tensor is not None}
-        save_file(flat, place / f"optim{i}.safetensors")
-    (place / "meta.json").write_text(json.dumps(there))
-    (tmp_path / "tiny" / training_loop.STATE).unlink()
-    train(tmp_path, data)
-    assert_equal_weights(weights(tmp_path), weights(uninterrupted))
 
 
 def test_a_finished_run_is_not_trained_further(tmp_path, data, monkeypatch):

@@ -504,7 +504,7 @@ def _notes(rows: pd.DataFrame) -> tuple[str, ...]:
 
 
 def _columns(group: str) -> tuple[Column, ...]:
-    verdict = Column("", "verdict", lambda row: (row["verdict"],), align="left")
+    verdict = Column("", "verdict", "{verdict}", align="left")
     if group == CONTRADICTIONS:
         return (
             Column("", "conflict", _words("claim", 26, "conflict."), align="left"),

@@ -270,13 +270,8 @@ def sweeps(panels: Iterable[tuple[str, Sequence[tuple[Record, Record]]]]) -> lis
             if record.dense_fingerprint is not None:
                 modules = {name: entry["_target_"] for name, entry in record.config["modules"].items()}
                 said = (json.dumps(one, sort_keys=True) for one in (modules, {**encoded(record.protocol), "batch_size": None}))
-                same = (
-                    record.execution,
-                    record.model.name,
-                    record.model.weights_digest,
-                    record.model.dtype,
-                    record.data.token_digest,
-                )
+                model = record.model
+                same = (record.execution, model.name, model.weights_digest, model.dtype, record.data.token_digest)
                 groups.setdefault((*said, *same), []).append((record, dense))
         for members in groups.values():
             names = frozenset(record.fingerprint for record, _ in members)

@@ -10,9 +10,8 @@ import pytest
 from thinning import first
 
 from quicksilver.experiments.cost import costs
-from quicksilver.experiments.cost import figure16_speed_emissions as figure16
 from quicksilver.experiments.cost.costs import BELOW
-from quicksilver.experiments.cost.table_figure_waterfall import realization
+from quicksilver.experiments.cost.energy import realization
 from quicksilver.measure.components import BreakdownResult, ComponentsResult, Part
 from quicksilver.measure.deployment import DeploymentResult, Percentiles, ServingResult
 from quicksilver.measure.energy import EnergyResult, TokenEnergy
@@ -172,7 +171,7 @@ def test_an_estimate_of_joules_is_drawn_as_one_and_answers_no_claim(tmp_path: Pa
         figure = built("figure", "16", made)
         assert set(figure.frame["method"]) == {"RAPL" if measured else "estimate"}
         assert ("a counter" if measured else "an estimate") in " ".join(figure.caption)
-        answers = figure16.ANSWERS
+        answers = find("figure", "16").answered
         if measured:
             assert answers["f2.joint.emissions_saved_pct"].of_record(made[costs.JOINT]) is not None
         else:

@@ -12,6 +12,7 @@ from quicksilver.experiments.peers import attributes, methods
 from quicksilver.measure.deployment import DeploymentResult, Percentiles, ServingResult
 from quicksilver.measure.measurement import Quartiles, Spread
 from quicksilver.report.artefacts import Outcome, Row, find
+from quicksilver.report.table import filled
 from quicksilver.runs.choices import choices
 from quicksilver.runs.parts import module_entry
 
@@ -82,7 +83,9 @@ def test_decoding_is_printed_where_it_was_timed(tmp_path: Path) -> None:
     one = ServingResult(Spread(10.0, 1.0), Percentiles(5.0, 7.0, None), 60, 190.0, 100.0)
     served = DeploymentResult(one, 256, 64, 50.0, 3.0, one, Quartiles(0.5, 0.48, 0.52), 32)
     frame = methods.frame(outcomes(tmp_path, MEASURED, measured={"deployment": served}))
-    cells = {column.header: column.cell(frame.set_index("key", drop=False).loc["bfloat16"]) for column in methods.columns()}
+    cells = {
+        column.header: filled(column.cell, frame.set_index("key", drop=False).loc["bfloat16"]) for column in methods.columns()
+    }
     assert cells["a decoded token, ÷ dense"] == ("0.50", "noise 3.0%")
     assert cells["prompt speedup %"] == ("≈ 0",)
 

@@ -102,8 +102,6 @@ twelve hours and twenty-five minutes later, because the moon has moved on while 
 
 
 # --- the cases ------------------------------------------------------------------------------------------------------------------
-
-
 def cases() -> dict[str, dict[str, Any]]:
     """Every case: its key, the protocol's name and the entries of `modules`."""
     found: dict[str, dict[str, Any]] = {}
@@ -122,8 +120,6 @@ def cases() -> dict[str, dict[str, Any]]:
 
 
 # --- float64 ------------------------------------------------------------------------------------------------------------------
-
-
 class _InFloat64(TorchFunctionMode):
     """What asks torch for float32 gets float64."""
 
@@ -170,8 +166,6 @@ def exact_arithmetic() -> Iterator[None]:
 
 
 # --- running them ---------------------------------------------------------------------------------------------------------------
-
-
 class _Bench:
     """A model of the package, cut to six layers, and its windows of `TEXT`."""
 
@@ -298,8 +292,6 @@ def _digest(trace: Trace) -> str:
 
 
 # --- comparing ------------------------------------------------------------------------------------------------------------------
-
-
 def differences(expected: Any, found: Any, where: str = "") -> list[str]:
     """What of `found` is not what was expected, one line each; floats within `SAME` are equal, further keys no matter."""
     if isinstance(expected, Mapping) and isinstance(found, Mapping):

@@ -75,8 +75,6 @@ def data_folder() -> Path | None:
 
 
 # -- models ----------------------------------------------------------------------------------------------------------------------
-
-
 KINDS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 GEMMA: dict[str, Any] = dict(head_dim=16, query_pre_attn_scalar=9, sliding_window=SLIDING_WINDOW)
 # What the config of a family has beside the sizes that all share.
@@ -127,8 +125,6 @@ def load(name: str, attention: str = "sdpa") -> PreTrainedModel:
 
 
 # -- batches ---------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Batch:
     """Sequences of token ids, padded on the left to the longest of them and by `extra` columns more."""
@@ -197,8 +193,6 @@ def chunkings(n: int) -> st.SearchStrategy[list[int]]:
 
 
 # -- policies --------------------------------------------------------------------------------------------------------------------
-
-
 def chance(seed: int, layer: int, slots: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """A number in [0, 1) that depends on nothing but (seed, layer, slot, id); float32, the shape of `slots`."""
     x = (slots * 7919 + ids * 104729 + layer * 1299709 + seed * 15485863 + 1) % 2147483647
@@ -461,8 +455,6 @@ def policies() -> st.SearchStrategy[list[RuntimeModule]]:
 
 
 # -- running ---------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Outcome:
     """logits (B, N, V); the run, with its trace."""

@@ -27,9 +27,8 @@ LONG = tiny.Batch((tuple(range(1, 33)),))
 RAGGED = tiny.Batch((tuple(range(1, 29)), tuple(range(30, 48))))
 EVEN = tiny.Batch((tuple(range(1, 25)), tuple(range(30, 54))))
 
+
 # -- exits -----------------------------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def states_of(model: torch.nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """States (B, N, D) before the first layer and after each but the last."""
@@ -73,8 +72,6 @@ def test_the_threshold_of_a_confidence_decays_with_the_slot() -> None:
 
 
 # -- merging ---------------------------------------------------------------------------------------------------------------------
-
-
 def matched_one_by_one(metric: torch.Tensor, free: list[int], k: int) -> set[frozenset[int]]:
     """The groups of ToMe, without vectors."""
     a, b = free[0::2], free[1::2]
@@ -114,8 +111,6 @@ def test_merging_takes_its_share_after_every_layer_until_none_is_left_to_match(n
 
 
 # -- pruning and one-shot halting ------------------------------------------------------------------------------------------------
-
-
 def test_pruning_keeps_what_the_last_token_attends_to() -> None:
     model = tiny.load("llama", "eager")
     with torch.no_grad():
@@ -155,8 +150,6 @@ def test_one_shot_halting_halts_the_smallest_attention_outputs_once() -> None:
 
 
 # -- attention spans and eviction ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("window", "sinks"), [(5, 0), (5, 2), (1, 3)])
 def test_sinks_and_window_keep_exactly_those_slots(window: int, sinks: int, masked: bool) -> None:
@@ -256,8 +249,6 @@ def test_eviction_goes_with_halting_quantization_and_fusion() -> None:
 
 
 # -- nulls -----------------------------------------------------------------------------------------------------------------------
-
-
 def test_the_null_of_evictions_is_chance_at_the_same_budget() -> None:
     modules = [HeavyHitter(heavy=3, recent=4)]
     run = tiny.forward(tiny.load("gpt2"), EVEN, modules, chunks=[20, 4])
@@ -283,8 +274,6 @@ def test_where_nothing_is_chosen_there_is_no_null() -> None:
 
 
 # -- what changes the model ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", tiny.thinned(tiny.FAMILIES))
 def test_int8_changes_logits_within_a_bound_and_its_layers_multiply_by_the_kernel_it_names(family: str) -> None:
     model = tiny.load(family)
@@ -358,8 +347,6 @@ def test_prompt_lookup_decodes_what_greedy_decoding_does_in_fewer_passes(family:
 
 
 # -- prompt truncation -------------------------------------------------------------------------------------------------------------
-
-
 IDS = torch.arange(1, 49).reshape(2, 24)
 
 

@@ -30,8 +30,6 @@ GONNA = block("I'm gonna go", ("1-2", "I'm", "_", "_"), ("1", "I", "PRON", "PRP"
 
 
 # -- treebanks ---------------------------------------------------------------------------------------------------------------------
-
-
 def test_every_word_stands_where_its_span_says(tmp_path: Path):
     text, note = read_treebank(make_treebank(tmp_path), "test", "penn")
     forms = [line.split("\t")[1] for line in (tmp_path / "dep" / "two.conllu").read_text().splitlines() if "\t" in line]
@@ -153,8 +151,6 @@ def test_a_language_whose_treebank_is_not_at_hand_is_said_to_be_missing():
 
 
 # -- sub-words meet words by characters, however a tokenizer cuts ------------------------------------------------------------------
-
-
 def annotated(words: list[str], spaces: list[bool]):
     text = "".join(word + (" " if space else "") for word, space in zip(words, spaces, strict=True)).rstrip()
     return joined(sentences(block(text, *((str(i), word, "NOUN", "NN") for i, word in enumerate(words, 1))), "file"))
@@ -186,7 +182,6 @@ def test_a_word_that_no_token_touches_is_named():
 
 
 # -- tags that are not gold --------------------------------------------------------------------------------------------------------
-
 TEXT = " \n = The heading = \n the dog saw a cat in the dog . a cat saw the dog .\n"
 
 

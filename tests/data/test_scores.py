@@ -57,7 +57,6 @@ def test_multirc_asks_for_whole_questions():
 
 
 # -- metrics of `evaluate` -------------------------------------------------------------------------------------------------------
-
 SCRIPT = """
 import datasets
 import evaluate

@@ -84,7 +84,6 @@ def test_the_slope_is_that_of_a_line_and_its_interval_that_of_the_windows() -> N
 
 
 # --- figure ------------------------------------------------------------------------------------------------------------------
-
 COSTS = {"predicted": 0.01, "position": 0.03, "attention": 0.05, "drift": 0.09, "random": 0.10}
 
 

@@ -185,8 +185,6 @@ def test_the_price_of_a_fit_has_its_time_its_memory_and_its_machine(tmp_path: Pa
 
 
 # -- lenses ------------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(params=["gpt2", "llama"])
 def arch(request):
     return architecture_of(tiny.load(request.param))
@@ -291,8 +289,6 @@ def test_a_measurement_that_reads_the_lens_is_of_it_too() -> None:
 
 
 # -- controls of prediction, and the ceiling of early exit -------------------------------------------------------------------------
-
-
 N = 40
 BATCH = tiny.Batch((tuple(range(1, N + 1)), tuple(range(3, N + 3))))
 PRESET = Schedule(1, 0.25, 2, 2, 5)

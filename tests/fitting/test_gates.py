@@ -26,9 +26,8 @@ from quicksilver.runtime.pass_state import MISSING_KV
 from quicksilver.runtime.trace import Trace
 from quicksilver.studies.token_halting.training import SparsityController
 
+
 # -- the equivalent forward --------------------------------------------------------------------------------------------------------
-
-
 def gates_of(trace: Trace):
     """The trace's decisions as gates of 0 and 1."""
     depth = trace.passes[0].halt_layer
@@ -130,8 +129,6 @@ def test_the_derivative_is_that_of_the_soft_mask_and_halted_tokens_have_one():
 
 
 # -- gates -------------------------------------------------------------------------------------------------------------------------
-
-
 def gates(seed: int = 0, bias: float = 0.3) -> HaltingGates:
     made = HaltingGates(WIDTH, [0, 2])
     with torch.no_grad():
@@ -304,8 +301,6 @@ def test_a_record_is_of_the_files_behind_its_gates(tmp_path):
 
 
 # -- their training ----------------------------------------------------------------------------------------------------------------
-
-
 RECIPE = GateRecipe(
     layers=(0, 1), saves_pct=25.0, steps=24, prompt_tokens=24, protect_first=1, protect_last=2, learning_rate=0.05
 )

@@ -54,8 +54,6 @@ def test_windows_are_disjoint_in_order_and_cover_the_text_up_to_a_tail(length: i
 
 
 # -- scores ----------------------------------------------------------------------------------------------------------------------
-
-
 def plain_nll_nats(model: torch.nn.Module, windows: torch.Tensor, first: int) -> torch.Tensor:
     """Reference: one window at a time, softmax in float64, no batching, no cache. (W,)"""
     with torch.no_grad():

@@ -18,9 +18,8 @@ from quicksilver.measure.deployment import Percentiles, Served, ServingResult, d
 from quicksilver.modules import StaticDepth
 from quicksilver.runtime import QuickSilverError, apply, architecture_of, phases
 
+
 # -- turns -------------------------------------------------------------------------------------------------------------------------
-
-
 class Clock:
     """The clock that times and the one on the wall; work moves them."""
 
@@ -97,7 +96,6 @@ def test_another_load_and_a_clock_that_jumps_are_said() -> None:
 
 
 # -- a pass taken apart ------------------------------------------------------------------------------------------------------------
-
 CPU = torch.device("cpu")
 BATCH = Batch(((5, 9, 2, 33, 7, 8, 21, 4, 50, 3, 11, 60), (7, 7, 31, 5, 1, 2, 40, 8, 9, 30, 22, 6)))
 
@@ -211,7 +209,6 @@ def test_watching_changes_no_logit_and_leaves_nothing() -> None:
 
 
 # -- one request at a time ---------------------------------------------------------------------------------------------------------
-
 PROMPT = torch.tensor([[5, 9, 2, 33, 7, 5, 9, 2, 33, 7, 5, 9, 2]])
 NEW = 9
 

@@ -174,8 +174,6 @@ def test_without_annotation_or_trees_there_is_no_number(words: list[str], tmp_pa
 
 
 # -- statistics --------------------------------------------------------------------------------------------------------------------
-
-
 @given(st.integers(0, 10_000))
 def test_the_expectation_is_that_of_dealing_the_values_anew(seed: int):
     draw = np.random.default_rng(seed)

@@ -8,16 +8,13 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from thinning import draws
 
 import quicksilver.modules.calibration as calibration_module
 from quicksilver.modules import Calibration, Halting, KVSkipping, calibrate, calibrate_modules, calibrated
 from quicksilver.modules.calibration import SIGNALS, calibration_path
 from quicksilver.modules.fitted import model_digest
 from quicksilver.modules.signals import AttentionReceived, Drift, Entropy
-from quicksilver.runtime import ConfigError, LayerView, TokenPolicy, TokenState
+from quicksilver.runtime import ConfigError
 from quicksilver.runtime.architecture import architecture_of
 
 WINDOWS = torch.randint(0, tiny.VOCABULARY, (6, 24), generator=torch.Generator().manual_seed(0))
@@ -52,53 +49,6 @@ def test_percentiles_are_those_of_the_measured_values(of_llama: Calibration) -> 
             row = of_llama.percentiles[key][layer]
             np.testing.assert_allclose(row, np.percentile(values.flatten().numpy(), range(1, 100)), rtol=1e-3, atol=1e-5)
     assert all(rows[-1] is None for rows in of_llama.percentiles.values())  # nothing halts after the last layer
-
-
-class Attended(TokenPolicy):
-    """Notes the attention of the tokens that halt, by layer."""
-
-    priority = 60
-    causal = False  # type: ignore[assignment]
-
-    def __init__(self) -> None:
-        self.noted: dict[int, list[float]] = {}
-
-    def wants_attention(self, layer: int) -> bool:
-        return True
-
-    def decide(self, view: LayerView, tokens: TokenState) -> None:
-        received = view.attention_received(4, "max")
-        values = self.noted.setdefault(view.layer, [])
-        for row in range(len(received)):
-            taking_part = (tokens.active | tokens.newly_halted)[row].nonzero().flatten().tolist()
-            halted = tokens.newly_halted[row].nonzero().flatten().tolist()
-            values += [float(received[row, column]) for column in halted if column not in taking_part[-4:]]  # those observe
-
-
-def test_attention_is_that_of_halted_tokens(of_llama: Calibration) -> None:
-    """C.3. Halted: drift and entropy both below their 25th percentile."""
-    noting = Attended()
-    halting = Halting(tau_drift="p25", tau_entropy="p25", calibration=of_llama, resume_layers=0)
-    tiny.forward(tiny.load("llama"), tiny.Batch(tuple(map(tuple, WINDOWS.tolist()))), [halting, noting])
-    assert any(noting.noted.values())
-    for layer, row in enumerate(of_llama.percentiles["attention-max-4-halted"]):
-        values = noting.noted.get(layer, [])
-        assert (row is None) == (not values)
-        if row is not None:
-            np.testing.assert_allclose(row, np.percentile(values, range(1, 100)), rtol=1e-4, atol=1e-6)
-
-
-@given(st.sampled_from([10, 25, 50, 90]), st.sampled_from(["relative", "l2", "cosine"]), st.integers(0, 3))
-@settings(max_examples=draws(6))
-def test_a_percentile_halts_its_share(of_llama: Calibration, percentile: int, drift: str, layer: int) -> None:
-    """At the first layer that may halt, on the text it was calibrated on."""
-    at = (layer + 1) / tiny.LAYERS
-    halting = Halting(
-        tau_drift=f"p{percentile}", drift=drift, calibration=of_llama, window=(at, at), tau_entropy=None, resume_layers=0
-    )
-    trace = tiny.forward(tiny.load("llama"), tiny.Batch(tuple(map(tuple, WINDOWS.tolist()))), [halting]).trace
-    halted = int((trace.passes[0].halt_layer == layer).sum())
-    assert halted == pytest.approx(WINDOWS.numel() * percentile / 100, abs=1)
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, of_llama: Calibration) -> None:

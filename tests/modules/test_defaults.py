@@ -101,16 +101,6 @@ def test_a_shipped_model_has_percentiles_without_a_file(name):
     assert saved == pytest.approx(0.3, abs=0.02)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-@pytest.mark.parametrize("save", [0.1, 0.3])
-def test_any_model_saves_what_was_asked_on_any_text(name, save):
-    model = tiny.load(name)
-    module = Halting.from_preset(model, save=save, prompt_tokens=24)
-    saved = 1 - executed(model, WINDOWS, [module]) / executed(model, WINDOWS, [])
-    assert saved == pytest.approx(save, abs=0.05)  # of 24 tokens, one is 4%
-    assert module.chooses_causally is False
-
-
 def test_a_share_that_cannot_be_saved_says_what_can():
     with pytest.raises(ConfigError, match=r"save=0\.99: halting saves at most 0\.\d\d"):
         Halting.from_preset(tiny.load("llama"), save=0.99, prompt_tokens=24)

@@ -48,8 +48,6 @@ def touched(state: Any) -> torch.Tensor:
 
 
 # -- who is joined with whom -----------------------------------------------------------------------------------------------------
-
-
 def one_by_one(distance: list[float], size: list[float], max_group: int | None, k: int | None) -> set[int]:
     """The same choice without vectors: closest first, as long as the group fits. Who joins the token before it."""
     joined: set[int] = set()
@@ -89,18 +87,6 @@ def test_the_closest_are_joined_first_as_if_one_by_one(
                 last += 1
             assert int(into[row, column]) == columns[last]
         assert (into[row, ~active[row]] == torch.arange(n)[~active[row]]).all()
-
-
-@given(st.integers(2, 300), st.sampled_from([2, 3, 7]), st.booleans())
-def test_text_that_converges_step_by_step_still_gives_its_share(n: int, max_group: int, rising: bool) -> None:
-    """Each neighbour closer than the next: no join is a local minimum but one. Pairs alone allow a third of all joins in any case."""
-    distance = torch.arange(1.0, n + 1).expand(1, n).clone()
-    distance = distance if rising else distance.flip(1)
-    distance[:, 0] = math.inf
-    k = (n - 1) // 3
-    into = group_closest(distance, torch.ones(1, n, dtype=torch.bool), torch.ones(1, n), max_group, torch.tensor([[k]]))
-    assert int((into != torch.arange(n)).sum()) == k
-    assert int(torch.bincount(into[0]).max()) <= max_group
 
 
 @given(
@@ -253,8 +239,6 @@ def test_fusion_may_choose_before_halting() -> None:
 
 
 # -- pairs that are no neighbours, contexts --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "gpt_neox"])
 def test_tokens_apart_fuse_where_query_and_key_agree(family: str) -> None:
     model = tiny.load(family)
@@ -292,8 +276,6 @@ def test_tokens_of_diverging_contexts_stay_apart() -> None:
 
 
 # -- execution -------------------------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def test_what_is_merged_while_decoding_leaves_the_cache_and_cannot_be_shuffled() -> None:
     resident, traces = [], []
@@ -356,8 +338,6 @@ def test_merged_entries_are_means_by_size_in_both_caches(seed: int, n: int) -> N
 
 
 # -- proportional attention ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_proportional_attention_is_attention_to_the_duplicates(attention: str) -> None:
     """Without positions, and where the layers before have done nothing, equal tokens are equal states: one that counts three is
@@ -386,8 +366,6 @@ def test_proportional_attention_is_attention_to_the_duplicates(attention: str) -
 
 
 # -- nulls, calibration ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_percentile_fuses_that_share_of_the_pairs() -> None:
     model = tiny.load("gpt2")
     windows = torch.randint(0, tiny.VOCABULARY, (12, 64), generator=torch.Generator().manual_seed(0))
@@ -403,8 +381,6 @@ def test_a_percentile_fuses_that_share_of_the_pairs() -> None:
 
 
 # -- the leak --------------------------------------------------------------------------------------------------------------------
-
-
 def copying_model() -> Any:
     """A model whose layers do nothing and whose head is its embedding: it predicts the token it was given."""
     model = tiny.build("gpt2")

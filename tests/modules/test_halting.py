@@ -63,16 +63,6 @@ def test_capacity_halts_exactly_k_of_each_row(
             assert int(one.halted(layer)[row].sum()) == min(k, max(0, n - 2)), (layer, row)
 
 
-def test_capacity_halts_the_lowest_scores() -> None:
-    attention = torch.tensor([[0.9, 0.1, 0.8, 0.2, 0.3, 0.7, 0.05, 0.05]])
-    one = Pass([8])
-    halting = capacity(signal={"name": "attention", "last_queries": 2}, schedule="one_shot", halted_share=0.5, window=(0.0, 0.5))
-    halting.bind(architecture())
-    assert [halting.wants_attention(layer) for layer in range(3)] == [True, False, False]
-    halting.decide(*one.look(0, attention=attention))
-    assert one.halted(0)[0].tolist() == [False, True, False, True, True, True, False, False]
-
-
 def test_layers_that_are_not_asked_are_made_up_for() -> None:
     """`decision_layers`: the next layer that is asked halts what the schedule has reached by then."""
     everywhere, sometimes = Pass([10]), Pass([10])
@@ -113,14 +103,6 @@ def test_a_token_halts_below_both_thresholds_and_the_head_is_asked_after_the_dri
     in_bits = Halting(tau_entropy=1.0 / math.log(2), unit="bits", tau_drift=None, resume_layers=0)
     for halting in (entropy_only, in_bits):
         assert halted_by(halting, Pass([5], logits=head), 3, before=before, after=after) == [False, True, True, True, False]
-
-
-def test_thresholds_may_differ_by_layer() -> None:
-    before, after = drifting([0.05, 0.15, 0.25])
-    for layer in range(2, 8):
-        halting = by_drift([0.1 * (1 + index % 3) for index in range(LAYERS)])
-        expected = [drift < 0.1 * (1 + layer % 3) for drift in (0.05, 0.15, 0.25)]
-        assert halted_by(halting, Pass([3]), layer, before=before, after=after) == expected
 
 
 def test_states_that_are_not_numbers_never_halt_by_threshold() -> None:
@@ -206,8 +188,6 @@ def test_presets_are_the_paper_as_printed() -> None:
 
 
 # -- KV skipping: who loses its K/V, who keeps it, and that it stays lost ----------------------------------------------------------
-
-
 BATCH = tiny.Batch((tuple(range(1, 21)), tuple(range(30, 44))))
 
 
@@ -235,13 +215,6 @@ def test_halted_tokens_leave_nothing_unless_they_are_kept(data: st.DataObject) -
     slots = torch.arange(n)
     assert skipped[0].tolist() == (halted & ~keep_id & ~keep_slot & (slots >= first) & (slots < n - last)).tolist()
     assert skipping.causal == (last == 0)
-
-
-def test_before_the_minimum_depth_nothing_is_skipped() -> None:
-    """Fraction 0.5 of 10 layers: after the fifth (index 4) at the earliest."""
-    for layer in range(LAYERS - 2):
-        skipped = ask(KVSkipping(min_depth=0.5, protect_first=0), Pass([3]), layer, [[True] * 3])
-        assert bool(skipped.all()) == (layer >= 4)
 
 
 @given(
@@ -272,15 +245,6 @@ def test_tau_kv_skips_what_is_below_it(a: float, b: float) -> None:
     assert not (low & ~high).any()
     assert torch.equal(high[:, :-1], (attention < max(a, b))[:, :-1])
     assert not high[:, -1].any()
-
-
-def test_halted_and_attention_needs_both() -> None:
-    """C.4: K/V are written if the token is active or some head attends to it enough."""
-    attention = torch.tensor([[0.01, 0.9, 0.01, 0.9, 0.01]])
-    halted = [[True, True, False, False, True]]
-    skipping = KVSkipping(criterion="halted_and_attention", tau_kv=0.5, last_queries=1, protect_first=0)
-    assert not skipping.causal
-    assert ask(skipping, Pass([5]), 3, halted, attention=attention).tolist() == [[True, False, False, False, False]]
 
 
 def test_skipped_tokens_stay_skipped() -> None:

@@ -50,8 +50,6 @@ from quicksilver.runtime import ConfigError, RuntimeModule, Trace, apply
 from quicksilver.runtime.options import Count, Fractions, Odd, Options, Positive, Share, TokenIds, at_least
 
 # -- one option alone --------------------------------------------------------------------------------------------------------------
-
-
 PACKAGES = (quicksilver.baselines, quicksilver.cli.commands, quicksilver.fitting, quicksilver.measure, quicksilver.modules)
 
 
@@ -190,7 +188,6 @@ def test_sequences_become_tuples_and_none_is_let_through_where_it_may_stand() ->
 
 
 # -- options together, or on a model -----------------------------------------------------------------------------------------------
-
 LONG = tiny.Batch((tuple(range(28)),))
 SCHEDULE = Schedule(1, 0.25, 3, 2, 5)
 GATES = TrainedGates((0, 2), torch.zeros(2, tiny.WIDTH), torch.zeros(2), tiny.LAYERS)

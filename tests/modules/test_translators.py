@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from quicksilver.modules.fitted import MODELS_FOLDER, FittedFile, Lens, ModelShape, Translator, model_digest, translator_for
+from quicksilver.modules.fitted import MODELS_FOLDER, FittedFile, Lens, Translator, model_digest, translator_for
 from quicksilver.modules.learned_halting import TrainedGates
 from quicksilver.runtime import ConfigError, architecture_of
 
@@ -71,10 +71,6 @@ def test_a_translator_of_another_model_names_the_first_fact_that_differs(tmp_pat
         translator_for(architecture_of(tiny.load("llama")), path, 2)
     with pytest.raises(ConfigError, match="none with this model"):
         translator_for(architecture_of(tiny.load("llama")), "embedded", 1)
-
-
-def test_the_shape_is_read_from_the_model() -> None:
-    assert ModelShape.of(architecture_of(tiny.load("llama"))) == ModelShape("llama", tiny.LAYERS, tiny.WIDTH, 2, 8)
 
 
 KINDS: tuple[type[FittedFile], ...] = (Translator, Lens, TrainedGates)

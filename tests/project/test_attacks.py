@@ -90,7 +90,6 @@ def door_first(attacks: Collection[str], n: int = 1, quick: int | None = None) -
 
 
 # -- words of the command line ----------------------------------------------------------------------------------------------------
-
 WORDS: dict[str, tuple[list[str], list[str]]] = {
     "a threshold that is no number": ([*HALTING, "modules.halting.tau_drift=nan"], ["tau_drift=nan", "finite"]),
     "a budget that is no number": (["measure.deployment.budget_ms=nan"], ["measure.deployment.budget_ms=nan is not finite"]),
@@ -148,7 +147,6 @@ def test_words_that_make_no_sense(attack, way, request):
 
 
 # -- programs in a config ---------------------------------------------------------------------------------------------------------
-
 TARGETS = {
     "subprocess.Popen": "is not imported",
     "os.system": "is not imported",
@@ -261,7 +259,6 @@ def test_a_yaml_that_is_none_or_names_a_program(attack, refused, tmp_path):
 
 
 # -- texts --------------------------------------------------------------------------------------------------------------------------
-
 LINES = {
     "a null": ('{"text": null}', 'line 1: its "text" is a json null'),
     "a number as text": ('{"text": 3}', 'line 1: its "text" is a json number'),
@@ -312,8 +309,6 @@ def test_thresholds_are_not_calibrated_on_what_is_scored(refused_by_the_harness,
 
 
 # -- models ---------------------------------------------------------------------------------------------------------------------------
-
-
 def edit(**changes: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
@@ -373,7 +368,6 @@ def test_a_model_that_is_not_whole(attack, way, request, world, tmp_path):
 
 
 # -- calibration files -----------------------------------------------------------------------------------------------------------------
-
 GOOD: dict[str, Any] = {
     "schema": Calibration.format, "n_layers": 6, "grid": [1, 99], "percentiles": {"drift-relative": [[0.1, 0.9]] * 5 + [None]}, "provenance": {},
 }  # fmt: skip
@@ -411,8 +405,6 @@ def test_a_calibration_that_is_no_path(value, refused_by_the_harness):
 
 
 # -- folders and caches ------------------------------------------------------------------------------------------------------------------
-
-
 PLACES = {
     "file": "is no folder", "file/below": "Not a directory", "loop": "Too many levels of symbolic links", "nowhere": "is a link to",
     "loop/below": "Too many levels of symbolic links", "x" * 300: "File name too long",

@@ -22,9 +22,8 @@ TARGETS = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 INVENTED = ("quiet_tokens", "quiet", "letters", "batch_speed")  # by pages that say how to add one
 
+
 # -- pages -----------------------------------------------------------------------------------------------------------------------
-
-
 def anchors(page: Path) -> set[str]:
     """Of a page's headings, as GitHub and mkdocs make them."""
     found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
@@ -95,7 +94,6 @@ def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tm
 
 
 # -- messages --------------------------------------------------------------------------------------------------------------------
-
 COMMAND = re.compile(r"(?:(?<=`)|^)quicksilver (?P<word>[a-z_]+)|quicksilver (?P<with_options>[a-z_]+) [a-z_]+=", re.MULTILINE)
 TARGET = re.compile(r"(?:(?<=`)|(?<=\())make (?P<target>[a-z]+(?:-[a-z]+)*)|make (?P<with_options>[a-z-]+) [A-Z]+=")
 PLACE = re.compile(r"((?<![\w/.{}~-])(?:conf|docs|experiments|quicksilver|scripts|studies|tests)/[\w./…*-]+[\w…*])")
@@ -155,7 +153,6 @@ def test_what_a_message_names_is_there(pattern: re.Pattern[str], least: int, kno
 
 
 # -- citations: entries of docs/conflicts.md by number, sections of docs/design.md -----------------------------------------------
-
 CITING = ("README.md", "conf", "docs", "experiments", "quicksilver", "scripts", "studies", "tests")
 
 

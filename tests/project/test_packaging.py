@@ -39,8 +39,6 @@ def make(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 # --- make ------------------------------------------------------------------------------------------------------------------
-
-
 def test_make_alone_lists_every_target_with_what_it_does():
     shown = make().stdout
     assert shown == make("help").stdout
@@ -89,8 +87,6 @@ def test_the_workflow_calls_targets_that_are_there():
 
 
 # --- what is installed -----------------------------------------------------------------------------------------------------
-
-
 def test_the_lock_pins_exact_versions_and_names_no_host_and_no_path():
     of_both = []
     for lock in (LOCK, DOCS_LOCK):
@@ -232,8 +228,6 @@ def test_the_check_of_files_refuses_what_is_unclean_or_large_outside_of_results(
 
 
 # --- what is written -------------------------------------------------------------------------------------------------------
-
-
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 

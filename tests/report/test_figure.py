@@ -107,8 +107,6 @@ def test_an_error_bar_is_never_of_negative_length_and_a_share_never_outside_of_i
 
 
 # --- names that cover nothing ---------------------------------------------------------------------------------------------------
-
-
 def texts_of(plot) -> list:
     return [one for one in plot.texts if one.get_text()]
 

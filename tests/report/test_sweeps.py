@@ -76,8 +76,6 @@ def made(tmp_path_factory):
 
 
 # --- the runs -------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", first(sorted(TABLES, key=lambda name: len(RUNS["table", name].experiment.rows()))))
 def test_every_row_is_a_run_of_its_own_and_one_that_may_run(name):
     rows = RUNS["table", name].experiment.rows()
@@ -125,8 +123,6 @@ def test_the_factorial_combines_what_stands_alone_in_table_11():
 
 
 # --- what is computed -----------------------------------------------------------------------------------------------------------
-
-
 def test_the_front_is_what_nothing_beats():
     gain = pd.Series([10.0, 20.0, 20.0, 30.0, 5.0, math.nan], index=list("abcdef"))
     loss = pd.Series([1.0, 2.0, 3.0, 2.5, 1.0, 0.0], index=list("abcdef"))
@@ -216,8 +212,6 @@ def test_stability_is_that_of_the_worst_combination(made):
 
 
 # --- what is printed and drawn --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", TABLES)
 def test_a_printed_table_fits_and_names_what_it_is_of(made, name):
     there, table = made["table", name]
@@ -244,8 +238,6 @@ def test_every_axis_of_a_figure_has_its_unit(made, name):
 
 
 # --- Tables 3 and 10 ------------------------------------------------------------------------------------------------------------
-
-
 def test_the_percentiles_give_the_papers_savings_back():
     covered = 2 * reported()["table3.uniform8"].values["flops_saved_pct"]
     found = strategies.paper_percentiles()
@@ -326,8 +318,6 @@ def test_tables_3_and_10_print_reported_beside_measured(tmp_path):
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------------------
-
-
 def test_what_the_page_shows_is_what_there_is(made):
     page = Path(__file__).resolve().parents[2] / "docs" / "sweeps-and-budgets.md"
     blocks = dict.fromkeys(("yaml", "python"))

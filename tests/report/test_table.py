@@ -97,8 +97,6 @@ def test_a_narrow_terminal_loses_the_least_important_columns_and_says_so(width):
 
 
 # --- what is written, as data -----------------------------------------------------------------------------------------------------
-
-
 ONE, TWO = "0123456789abcdef0123", "fedcba98765432100000"
 FRAME = pd.DataFrame(
     {

@@ -180,8 +180,6 @@ def test_a_refusal_is_said_and_harms_nothing(results, sent, capsys):
 
 
 # --- the report -------------------------------------------------------------------------------------------------------------------
-
-
 def test_the_report_has_the_panels_the_sweeps_and_every_piece(results):
     sections = {section.title: section for section in wandb_report.outline(Collection(results))}
     assert sections["Sweep b2_halting"].sweep == "sweep b2_halting"  # the group that the mirror gives

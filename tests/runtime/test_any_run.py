@@ -32,10 +32,6 @@ MECHANISMS: dict[str, Any] = {
 }
 COMBINATIONS = [names for n in range(5) for names in itertools.combinations(MECHANISMS, n)]
 EVERY = pytest.mark.parametrize("names", COMBINATIONS, ids=lambda names: "+".join(names) or "none")
-HOW: dict[str, Any] = {
-    "greedy": {"do_sample": False}, "sampling": {"do_sample": True, "top_k": 0}, "beams": {"num_beams": 3},
-    "several": {"do_sample": True, "num_return_sequences": 2, "top_k": 20},
-}  # fmt: skip
 FAMILIES = ("gpt2", "llama", "qwen2-mixed", "gpt_neox")
 PROTOCOL = Protocol("continuation", window_tokens=24, prompt_tokens=15, batch_size=4)
 
@@ -206,25 +202,6 @@ def no_lookahead(model: PreTrainedModel, row: tuple[int, ...], modules: list[Run
         tiny.assert_close(found[0].logits[:, : probe + 1], found[1].logits[:, : probe + 1])
         before, after = (tiny.decisions(Batch((ids,)), one.trace)[0] for ids, one in zip((row, other), found, strict=True))
         assert all(torch.equal(before[name][: probe + 1], after[name][: probe + 1]) for name in before)
-
-
-@pytest.mark.parametrize(
-    ("names", "how"), diagonal(COMBINATIONS, HOW, n=20), ids=lambda one: one if isinstance(one, str) else "+".join(one) or "none"
-)
-@settings(max_examples=1)
-@given(data=st.data(), batch=ragged(), family=st.sampled_from(FAMILIES))
-@torch.no_grad()
-def test_compact_generates_what_masked_generates_in_left_padded_batches(
-    names: tuple[str, ...], how: str, data: st.DataObject, batch: Batch, family: str
-) -> None:
-    model, modules, written = exact(family), data.draw(drawn(names)), []
-    for execution in ("compact", "masked"):
-        torch.manual_seed(1)
-        with apply(model, modules, execution=execution) as run:  # type: ignore[arg-type]
-            written.append(model.generate(batch.ids, attention_mask=batch.mask, max_new_tokens=6, min_new_tokens=6, **HOW[how]))
-        if execution == "compact":
-            assert run.kv_bytes.billed == run.kv_bytes.resident > 0
-    assert torch.equal(*written)
 
 
 @pytest.mark.parametrize("execution", ["compact", "masked"])

@@ -188,40 +188,6 @@ def test_nobody_receives_attention_where_no_key_is_left(execution: str, reduce: 
     assert (module.found[0, 3] == 0).all()
 
 
-class Watching(TokenPolicy):
-    """Checks the view against the batch it came from."""
-
-    priority = 5
-
-    def __init__(self, batch: Batch) -> None:
-        self.batch, self.passes = batch, []
-
-    def decide(self, view: LayerView, tokens: TokenState) -> None:
-        self.passes.append((view.pass_index, view.is_prompt))
-        real = tokens.active
-        start = sum(self.sizes[: view.pass_index])
-        assert view.n_layers == tiny.LAYERS
-        assert view.before.shape == view.after.shape == (*view.slots.shape, view.after.shape[-1])
-        for row, m in real.nonzero().tolist():
-            slot, ids = int(view.slots[row, m]), self.batch.rows[row]
-            column = start + int(view.index[row, m])
-            assert column - (self.batch.width - len(ids)) == slot
-            assert int(view.input_ids[row, m]) == ids[slot]
-        in_pass = self.batch.mask[:, start : start + self.sizes[view.pass_index]].sum(1, keepdim=True)
-        assert torch.equal(view.n_tokens, in_pass)
-
-
-@given(data=st.data(), execution=st.sampled_from(["compact", "masked", "decide"]))
-@settings(max_examples=draws(25))
-def test_the_view_shows_real_tokens_in_their_own_slots(data: st.DataObject, execution: str) -> None:
-    batch, inner = data.draw(tiny.batches()), data.draw(tiny.hashed())
-    module = Watching(batch)
-    module.sizes = data.draw(tiny.chunkings(batch.width))
-    tiny.forward(tiny.load("llama"), batch, [module, inner], chunks=module.sizes, execution=execution)
-    for index, is_prompt in module.passes:
-        assert is_prompt == (index == 0 and module.sizes[0] > 1)
-
-
 class Lens(TokenPolicy):
     def __init__(self) -> None:
         self.entropies: list[torch.Tensor] = []

@@ -39,7 +39,6 @@ from quicksilver.runtime.quantized.linear import INT_MM, int_mm_fault, kernel_fo
 from quicksilver.runtime.quantized.proving import INTEGER, wrong
 
 # -- the fastest is chosen, and none that is slower than the layer as it is --------------------------------------------------------
-
 pytestmark = pytest.mark.processor
 ALL = KERNELS | {kernel.name: kernel for kernel in DYNAMIC_INT8}
 
@@ -173,7 +172,6 @@ def test_a_product_whose_scale_is_that_of_all_rows_is_offered_for_one_row_alone(
 
 
 # -- compared with float64, and proofs of another processor are not believed -------------------------------------------------------
-
 EVEN = tiny.Batch((tuple(range(1, 25)), tuple(range(30, 54))))
 
 
@@ -296,7 +294,6 @@ def test_a_proof_is_in_no_ledger(unproved: Path) -> None:
 
 
 # -- ARM and macOS, as far as another machine can play them ------------------------------------------------------------------------
-
 X86 = "processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\n\nprocessor\t: 1\nmodel name\t: Some CPU @ 2 GHz\n"
 ARM = "processor\t: 0\nBogoMIPS\t: 243.75\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n\nprocessor\t: 1\nCPU part\t: 0xd0c\n"
 
@@ -376,8 +373,6 @@ def test_a_peak_of_memory_is_sampled_without_proc(monkeypatch):
 
 
 # -- linear layers by the kernels that were chosen for them -------------------------------------------------------------------------
-
-
 def choices(model: object, name: str, rows: int) -> Choices:
     with apply(model, []) as run:  # type: ignore[arg-type]
         kinds = {str(Kind.of(weight_of(linear), rows)) for linear in linears_of(run.arch.layers)}

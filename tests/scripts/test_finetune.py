@@ -182,7 +182,6 @@ def test_a_mistake_is_one_line(place, tmp_path, monkeypatch, words, says):
 
 
 # -- rows kept out by sentence
-
 SENTENCES = [f"film {i} is fine and never dull ." if i % 2 else f"film {i} is dull and never fine ." for i in range(30)]
 PARTS = ["is fine", "never dull", *(f"film {i} is" for i in range(30)), "film", "  film 3   is "]
 

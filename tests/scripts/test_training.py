@@ -124,8 +124,6 @@ def train_until(step: int, work: Path, data: Path, recipe: training.Recipe = REC
 
 
 # -- the same weights --------------------------------------------------------------------------------------------------------------
-
-
 def test_training_changes_the_weights_and_the_loss_falls(uninterrupted):
     first = dict(training.build_model(RECIPE).named_parameters())
     last = weights(uninterrupted)
@@ -233,8 +231,6 @@ def test_a_run_killed_again_and_again_ends_with_the_same_weights(tmp_path, data,
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------------------
-
-
 def model_and_optimizers(recipe: training.Recipe = RECIPE) -> tuple[Any, list[torch.optim.Optimizer]]:
     model = training.build_model(recipe)
     return model, training.optimizers(model, recipe)
@@ -325,8 +321,6 @@ def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_checkpoint(tmp_path
 
 
 # -- the schedule ------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("recipe", [RECIPE, *training.RECIPES.values()], ids=["tiny", *training.RECIPES])
 def test_the_schedule_warms_up_stays_and_falls_to_the_end(recipe):
     scales = [recipe.lr_scale(step) for step in range(recipe.steps)]
@@ -365,8 +359,6 @@ def test_a_batch_is_a_function_of_seed_and_step(tmp_path, data):
 
 
 # -- the corpus --------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_training_may_begin_with_an_exported_model_and_twice_its_context(tmp_path, family):
     short = dataclasses.replace(RECIPE, family=family)
@@ -452,8 +444,6 @@ def test_docstrings_are_collected_once_and_the_held_out_ones_never(tmp_path, mon
 
 
 # -- what is shipped ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("recipe", [RECIPE, LLAMA], ids=["gpt2", "llama"])
 def test_the_exported_folder_is_a_plain_hugging_face_one(tmp_path, data, recipe):
     short = dataclasses.replace(recipe, total_tokens=2 * 64)

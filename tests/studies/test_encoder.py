@@ -11,7 +11,6 @@ from tiny_encoder import MODEL, Tagger, states
 from torch import nn
 
 from quicksilver.measure.flop_counter import count_executed
-from quicksilver.modules import Replay
 from quicksilver.runtime import ConfigError, UnsupportedModelError, apply, architecture_of
 from quicksilver.studies.token_halting.model import EncoderConfig, EncoderLayer
 
@@ -94,14 +93,6 @@ def test_a_row_does_not_depend_on_its_batch_mates():
         with apply(MODEL, [policy]):
             alone.append(MODEL(together[row : row + 1]))
     torch.testing.assert_close(joined, torch.cat(alone), atol=1e-5, rtol=1e-5)
-
-
-@torch.no_grad()
-def test_a_replay_gives_the_run_again():
-    with apply(MODEL, [Chance(halt=0.4, missing_kv="drop", resume_layers=1)]) as run:
-        first = MODEL(states(2, 10))
-    with apply(MODEL, [Replay(run.trace)], execution="masked"):
-        torch.testing.assert_close(MODEL(states(2, 10)), first, atol=1e-5, rtol=1e-5)
 
 
 def test_what_does_not_fit_is_refused():

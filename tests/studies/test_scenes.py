@@ -92,8 +92,6 @@ def test_bad_scenes_are_refused(change, said):
 
 
 # --- boxes ---
-
-
 def box(x=0.0, y=0.0, length=4.0, width=2.0, yaw=0.0) -> np.ndarray:
     return np.array([[x, y, length, width, yaw]])
 

@@ -214,8 +214,6 @@ def test_gates_of_a_training_are_a_module():
 
 
 # --- several processes ---
-
-
 @pytest.mark.parametrize("processes", [1, 2, 5])
 @pytest.mark.parametrize("parts", [PARTS, ("norm", "frozen"), *MORE.values()])
 def test_a_part_waits_for_what_it_starts_from(monkeypatch, processes, parts):
@@ -256,8 +254,6 @@ def test_a_training_that_fails_ends_the_study_and_says_why(monkeypatch):
 
 
 # --- the pseudo-gradient ---
-
-
 def test_effects_are_those_of_turning_one_decision_round():
     given, decisions = tiny_encoder.states(1, 9), torch.ones(1, 9)
     decisions[0, 4] = 0.0
@@ -284,8 +280,6 @@ def test_accuracy_of_estimates_that_are_plain():
 
 
 # --- time ---
-
-
 @pytest.fixture
 def halting():
     """A detector and gates that halt some tokens and leave some."""

@@ -75,8 +75,6 @@ def fused(signals):
 
 
 # --- every artefact ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("kind", "number"), first(ARTEFACTS))
 def test_every_artefact_is_made_and_made_the_same_again(made, outcomes, kind, number, tmp_path):
     first, second = made[kind, number].write(tmp_path / "a"), build(kind, number, outcomes).write(tmp_path / "b")
@@ -117,8 +115,6 @@ def test_rows_and_pages_need_no_torch():
 
 
 # --- halting ----------------------------------------------------------------------------------------------------------------------
-
-
 def test_a_token_halts_where_its_score_falls_below_one_and_nowhere_else(made, outcomes):
     frame = made["figure", "20"].frame
     low, high = sentences.window(outcomes["halting"].record)
@@ -167,8 +163,6 @@ def test_words_are_put_together_before_they_are_classed():
 
 
 # --- bit-widths -------------------------------------------------------------------------------------------------------------------
-
-
 def test_widths_follow_the_entropy_and_its_thresholds(made, outcomes):
     decided, low, high = bit_widths.decision(outcomes["quantization"].record)
     assert decided == sentences.layer_after(0.5, LAYERS)
@@ -196,8 +190,6 @@ def test_what_is_not_quantized_is_called_by_the_models_dtype(made, number):
 
 
 # --- one sentence under all four --------------------------------------------------------------------------------------------------
-
-
 def test_the_walkthrough_agrees_with_the_record(made, signals):
     last = signals["all four"].query("layer == @LAYERS").set_index("slot")
     frame = made["table", "5"].frame.set_index("slot")
@@ -232,8 +224,6 @@ def test_figure_2_has_all_four_panels_and_their_data(made):
 
 
 # --- K/V entries ------------------------------------------------------------------------------------------------------------------
-
-
 def test_entries_are_what_the_cache_has(signals):
     signals = signals["all four"]
     entries = drawn.entries(signals)
@@ -263,8 +253,6 @@ def test_figure_10_shows_the_share_that_all_prompts_hold(made):
 
 
 # --- fused tokens -----------------------------------------------------------------------------------------------------------------
-
-
 def test_a_life_ends_where_a_neighbour_takes_over(fused):
     lives, carriers = drawn.lives(fused).set_index("slot"), sentences.layers(fused, "carrier")
     merged = lives[lives["into"] != lives.index]

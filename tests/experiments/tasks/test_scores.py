@@ -99,8 +99,6 @@ def test_rows_compose_and_claims_are_there() -> None:
 
 
 # --- Figures 3 and 18: one class of words stops ----------------------------------------------------------------------------------
-
-
 def outcomes(folder: Path, dense_wrong: np.ndarray) -> list[Outcome]:
     """Content words cost twenty answers more at each depth, their null ten, function words none."""
     dense = record(folder, "dense", dense_wrong, dense=True)

@@ -312,8 +312,6 @@ def test_a_share_is_judged_by_its_difference_from_chance(tmp_path, share, beyond
 
 
 # --- the command ----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def table11(harness, monkeypatch):
     """Two experiments over hand-made records, which the others would not find their numbers in."""

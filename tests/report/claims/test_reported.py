@@ -14,7 +14,6 @@ from quicksilver.report.table import read
 from quicksilver.runs.choices import config_dir
 
 # -- the numbers: each test reads all entries and names the one that fails ---------------------------------------------------------
-
 PAPER = Path(__file__).resolve().parents[4] / "shared" / "paper" / "quicksilver.txt"
 CLAIMS = list(reported().values())
 
@@ -115,7 +114,6 @@ def test_a_table_has_an_entry_for_each_of_its_rows(paper, head, prefix, rows):
 
 
 # -- the paper against itself ------------------------------------------------------------------------------------------------------
-
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = {row.id: row for row in contradictions()}
 

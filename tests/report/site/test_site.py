@@ -37,7 +37,6 @@ from quicksilver.runtime.trace import Trace
 
 LAYERS, WINDOW, PROMPT = 6, 64, 48
 FUSION = ("modules.token_fusion.rule=capacity", "modules.token_fusion.tau_fuse=null")
-BITS = ("modules.adaptive_quantization.high=3.5", "modules.adaptive_quantization.low=2.5")
 RUNS = {
     "dense": ("modules=[]",),
     **{f"signal.{signal}": ("modules=[halting_attention]", f"modules.halting.signal={signal}") for signal in ("drift", "random")},
@@ -116,8 +115,6 @@ def records_of(results: Path) -> dict[str, Record]:
 
 
 # --- pages ------------------------------------------------------------------------------------------------------------------------
-
-
 class Links(HTMLParser):
     """What a page loads, where it leads, and which ids it has."""
 
@@ -301,8 +298,6 @@ def test_scripts_put_text_into_a_page_through_one_tag_that_escapes_it():
 
 
 # --- what is missing --------------------------------------------------------------------------------------------------------------
-
-
 def report(results: Path) -> int:
     return console.main(["report", f"results_dir={results}"])
 
@@ -484,8 +479,6 @@ def decoded(view: dict) -> dict:
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------------------
-
-
 def test_the_letters_are_what_the_trace_says(records):
     trace = Trace.load(records["all"].trace_path)
     view = decoded(views._from_trace(trace, 5))
@@ -531,8 +524,6 @@ def test_the_harmed_window_comes_first(records):
 
 
 # --- thresholds -------------------------------------------------------------------------------------------------------------------
-
-
 def sweep_of(records: dict[str, Record], *keys: str) -> list[dict]:
     return views.sweeps([("a table", [(records[key], records["dense"]) for key in keys])])
 
@@ -554,8 +545,6 @@ def test_every_position_is_a_record_with_its_own_options_and_a_set_is_shown_once
 
 
 # --- in a browser -----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     with started(tmp_path_factory.mktemp("chromium")) as found:

@@ -25,7 +25,6 @@ from quicksilver.runs.run import ensure
 from quicksilver.runtime.errors import ConfigError
 
 # -- generated texts ---------------------------------------------------------------------------------------------------------------
-
 WORDS = st.text("ab \n<", max_size=20)
 
 
@@ -75,7 +74,6 @@ def test_records_without_texts_have_no_page(results):
 
 
 # -- annotated text ----------------------------------------------------------------------------------------------------------------
-
 FUSION = ("modules=[token_fusion]", "modules.token_fusion.rule=capacity", "modules.token_fusion.tau_fuse=null")
 CLASSES = {"DT": "determiner", "IN": "preposition", "CC": "conjunction", "NN": "content", "VBD": "content"}
 
@@ -165,8 +163,6 @@ def test_classes_are_shown_and_chosen_and_a_sentence_has_its_tree_and_arcs(recor
 
 
 # -- the page of runs --------------------------------------------------------------------------------------------------------------
-
-
 def test_only_what_differs_is_named():
     one = {"modules": {"halting": {"tau_drift": "p10", "window": [0.2, 0.8]}}, "seed": 0}
     other = {"modules": {"halting": {"tau_drift": "p40", "window": [0.2, 0.8]}}, "seed": 0}

@@ -82,7 +82,9 @@ def test_windows_are_disjoint_and_spread_over_the_whole_text(tokenizer):
         encode("too short", tokenizer, 10)
 
 
-def byte_level() -> Tokenizer:
+@given(st.text())
+@settings(deadline=None)
+def test_bytes_of_the_tokens_are_the_bytes_of_the_text(text: str):
     """A byte-level tokenizer without merges, a special token, and one added token that is plain text."""
     alphabet = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
@@ -90,14 +92,7 @@ def byte_level() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|end|>"])
     tokenizer.add_tokens(["naïve  "])
-    return tokenizer
-
-
-@given(st.text())
-@settings(deadline=None)
-def test_bytes_of_the_tokens_are_the_bytes_of_the_text(text: str):
     text = text.replace("<|end|>", "")
-    tokenizer = byte_level()
     ids = tokenizer.encode("<|end|>" + text + "naïve  ").ids
     assert int(token_byte_lengths(tokenizer)[torch.tensor(ids)].sum()) == len((text + "naïve  ").encode())
 

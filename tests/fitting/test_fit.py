@@ -27,23 +27,18 @@ def text(windows: int = 12, tokens: int = 48, seed: int = 0) -> FitText:
     return FitText(ids, {"texts": {}})
 
 
-@torch.no_grad()
-def inputs_and_targets(arch, ids: torch.Tensor, source: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """X (T, 1 + D) and Y (T, (L−1−source)·2·d_kv) of a plain pass, from the model's own hidden states."""
-    states = arch.model(ids, output_hidden_states=True, use_cache=False).hidden_states
-    normed = arch.normalised_input(source, states[source]).flatten(0, 1)
-    parts = [part.transpose(1, 2).flatten(2).flatten(0, 1)
-             for layer in range(source + 1, arch.n_layers) for part in arch.project_kv_unrotated(layer, states[layer])]  # fmt: skip
-    return torch.cat([torch.ones_like(normed[:, :1]), normed], dim=1).double(), torch.cat(parts, dim=1).double()
-
-
 @pytest.mark.parametrize("name", tiny.FAMILIES)
 def test_streamed_sums_solve_to_the_ridge_regression_of_all_data(name: str) -> None:
     arch, fit_on = architecture_of(tiny.load(name)), text()
     found = fit_translators(arch, fit_on, [1, 2], ridge=0.01, batch_size=5)
     assert sorted(found) == [1, 2]
+    with torch.no_grad():
+        states = arch.model(fit_on.ids, output_hidden_states=True, use_cache=False).hidden_states
     for source, translator in found.items():
-        x, y = inputs_and_targets(arch, fit_on.ids, source)
+        normed = arch.normalised_input(source, states[source]).flatten(0, 1)
+        parts = [part.transpose(1, 2).flatten(2).flatten(0, 1)
+                 for layer in range(source + 1, arch.n_layers) for part in arch.project_kv_unrotated(layer, states[layer])]  # fmt: skip
+        x, y = torch.cat([torch.ones_like(normed[:, :1]), normed], dim=1).double(), torch.cat(parts, dim=1).double()
         xx = x.T @ x
         wanted = torch.linalg.solve(xx + 0.01 * xx.diagonal().mean() * torch.eye(len(xx)), x.T @ y)
         torch.testing.assert_close(translator.weight.flatten(1).double(), wanted, atol=1e-4, rtol=1e-3)
@@ -254,20 +249,13 @@ def test_halting_reads_it_calibrates_on_it_and_pays_for_it(arch, tmp_path: Path,
     assert run.flops.signals == asked * 2 * arch.width * (arch.vocab_size + arch.width)
 
 
-def test_a_lens_is_of_one_model_and_whole(arch, tmp_path: Path, monkeypatch) -> None:
+def test_a_lens_is_of_one_model_and_of_enough_text(arch, tmp_path: Path, monkeypatch) -> None:
     made = fit_lens(arch, text(30))
     path = tmp_path / "lens.safetensors"
     Lens(made.weight, "of another").save(path)
     monkeypatch.setattr(Lens, "shipped", lambda: [path])
     with pytest.raises(ConfigError, match="none with this model"):
         Halting(tau_entropy=1.0, entropy="tuned_lens", tau_drift=None, resume_layers=0).bind(arch)
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ConfigError, match="cannot be read as a lens"):
-        Lens.load(path)
-    with pytest.raises(ConfigError, match="not finite"):
-        Lens(made.weight * float("nan"), "")
-    with pytest.raises(ConfigError, match=r"\(2, 3\) where"):
-        Lens(torch.zeros(2, 3), "")
     with pytest.raises(ConfigError, match="tokens are too few"):
         fit_lens(arch, text(1, 4))
 

@@ -22,18 +22,12 @@ from quicksilver.modules import LearnedHalting, Replay, learned_halting
 from quicksilver.modules.fitted import MODELS_FOLDER
 from quicksilver.modules.learned_halting import TrainedGates
 from quicksilver.runtime import ConfigError, QuickSilverError, TokenPolicy, apply, architecture_of
-from quicksilver.runtime.pass_state import MISSING_KV
-from quicksilver.runtime.trace import Trace
+from quicksilver.runtime.pass_state import MISSING_KV, PassState
+from quicksilver.runtime.trace import PassTrace, Trace
 from quicksilver.studies.token_halting.training import SparsityController
 
 
 # -- the equivalent forward --------------------------------------------------------------------------------------------------------
-def gates_of(trace: Trace):
-    """The trace's decisions as gates of 0 and 1."""
-    depth = trace.passes[0].halt_layer
-    return lambda layer, hidden, kept: (depth != layer).to(hidden.dtype)
-
-
 @settings(max_examples=draws(6), deadline=None)
 @given(
     family=st.sampled_from(["gpt2", "llama", "gpt_neox", "qwen2-mixed"]),
@@ -61,8 +55,8 @@ def test_a_language_models_values_are_those_of_the_halted_run_and_predicted_toke
                 tokens.halt(chosen, **how)
 
     halted = tiny.forward(model, batch, [DropThenPredict()])
-    decided = gates_of(halted.trace)
-    gate = lambda layer, *states: decided(layer, *states) if layer <= last else None
+    depth = halted.trace.passes[0].halt_layer
+    gate = lambda layer, hidden, kept: (depth != layer).to(hidden.dtype) if layer <= last else None  # its decisions, 0 and 1
     with equivalent_forward(model, gate, translators={1: translator} if last == 1 else {}):
         tiny.assert_close(model(**batch.inputs(), use_cache=False).logits, halted.logits)
 
@@ -85,23 +79,15 @@ def test_an_encoders_values_are_those_of_the_halted_run_and_nothing_is_left_behi
     depth = torch.randint(0, 5, (3, 12), generator=torch.Generator().manual_seed(1)).short()
     with equivalent_forward(ENCODER, lambda layer, hidden, kept: (depth != layer).float()) as mask:
         equivalent = ENCODER(given_states)
-    with apply(ENCODER, [Replay(_trace(depth))]) as run:
+    state = PassState(torch.ones(3, 12, dtype=torch.bool), torch.arange(12).expand(3, -1), LAYERS)
+    state.halt_layer = depth
+    with apply(ENCODER, [Replay(Trace(LAYERS, [PassTrace.of(state, 0)]))]) as run:
         halted = ENCODER(given_states)
     assert not torch.allclose(halted, plain, atol=1e-3)
     torch.testing.assert_close(equivalent, halted, atol=2e-6, rtol=1e-5)
     for layer, kept in enumerate(mask.kept):
         assert torch.equal(torch.ones(3, 12) if kept is None else kept, run.trace.passes[0].active(layer).float())
     assert torch.equal(ENCODER(given_states), plain)
-
-
-def _trace(depth: torch.Tensor) -> Trace:
-    from quicksilver.runtime.pass_state import PassState
-    from quicksilver.runtime.trace import PassTrace
-
-    rows, n = depth.shape
-    state = PassState(torch.ones(rows, n, dtype=torch.bool), torch.arange(n).expand(rows, -1), tiny.LAYERS)
-    state.halt_layer = depth
-    return Trace(tiny.LAYERS, [PassTrace.of(state, 0)])
 
 
 def test_the_derivative_is_that_of_the_soft_mask_and_halted_tokens_have_one():

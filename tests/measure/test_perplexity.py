@@ -54,14 +54,6 @@ def test_windows_are_disjoint_in_order_and_cover_the_text_up_to_a_tail(length: i
 
 
 # -- scores ----------------------------------------------------------------------------------------------------------------------
-def plain_nll_nats(model: torch.nn.Module, windows: torch.Tensor, first: int) -> torch.Tensor:
-    """Reference: one window at a time, softmax in float64, no batching, no cache. (W,)"""
-    with torch.no_grad():
-        logits = torch.cat([model(window[None]).logits for window in windows]).double()
-    nll = F.cross_entropy(logits[:, :-1].transpose(1, 2), windows[:, 1:], reduction="none")
-    return nll[:, first - 1 :].sum(1)
-
-
 @settings(max_examples=draws(12), deadline=None)
 @given(
     count=st.integers(1, 5), batch=st.integers(1, 3), tokens=st.integers(2, 20), prompt=st.integers(1, 19), llama=st.booleans(),
@@ -77,7 +69,10 @@ def test_dense_scores_are_those_of_the_plain_model(
     windows = random_windows(count, tokens, seed=tokens)
     table = torch.arange(tiny.VOCABULARY)
     scores = score(model, windows, protocol, table)
-    expected = plain_nll_nats(model, windows, protocol.first_scored)
+    with torch.no_grad():  # one window at a time, softmax in float64, no batching, no cache
+        logits = torch.cat([model(window[None]).logits for window in windows]).double()
+    nll = F.cross_entropy(logits[:, :-1].transpose(1, 2), windows[:, 1:], reduction="none")
+    expected = nll[:, protocol.first_scored - 1 :].sum(1)  # (W,)
     torch.testing.assert_close(torch.tensor(scores.windows["nll_nats"].tolist()), expected.float(), rtol=1e-5, atol=1e-4)
     assert scores.windows["window"].tolist() == list(range(count))
     assert scores.tokens == count * protocol.scored_tokens

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from looking import LAYERS, Pass, architecture
 
-from quicksilver.data.annotation import TOKEN_SETS, word_classes
+from quicksilver.data.annotation import TOKEN_SETS
 from quicksilver.fitting.schedules import saved_pct, smallest_schedule
 from quicksilver.modules import Calibration, PresetHalting, Schedule, StagedHalting, WordClassHalting
 from quicksilver.modules.fitted import model_digest
@@ -223,10 +223,6 @@ def stopped(text: tuple[tuple[int, ...], ...] = (TEXT,), extra: int = 0, **optio
 
 
 def test_the_classes_are_those_of_the_words() -> None:
-    texts = [WORDS[one] for one in TEXT]
-    assert word_classes(texts) == [
-        "function", "content", "content", "function", "content", "content", "other", "function", "content",
-    ]  # fmt: skip
     assert stopped() == [[0, 3, 7]]
     assert stopped(halted="content") == [[1, 2, 4, 5]]  # the last token decides, and does not stop; a point is no word
     assert stopped(halted="content", protect_last=0) == [[1, 2, 4, 5, 8]]

@@ -173,19 +173,12 @@ def arch(request: pytest.FixtureRequest):
     return architecture_of(tiny.load(request.param))
 
 
-def rotary_of(arch, n: int, layer: int):
-    if not hasattr(arch.base, "rotary_emb"):
-        return None
-    kind = (
-        [arch.config.layer_types[layer]] if arch.config.model_type == "gemma3_text" else []
-    )  # factors of their own for each kind
-    return arch.base.rotary_emb(torch.zeros(1, n, arch.width), torch.arange(3, n + 3)[None], *kind)
-
-
 def test_rotating_unrotated_keys_gives_the_layers_own(arch) -> None:
     hidden, moved = torch.randn(2, 6, arch.width), False
     for layer in range(arch.n_layers):
-        rotary = rotary_of(arch, 6, layer)
+        kind = [arch.config.layer_types[layer]] if arch.config.model_type == "gemma3_text" else []  # each has factors of its own
+        place = torch.zeros(1, 6, arch.width), torch.arange(3, 9)[None]
+        rotary = arch.base.rotary_emb(*place, *kind) if hasattr(arch.base, "rotary_emb") else None
         keys, values = arch.project_kv(layer, hidden, rotary)
         raw, same_values = arch.project_kv_unrotated(layer, hidden)
         torch.testing.assert_close(arch.rotate_keys(layer, raw, rotary), keys)

@@ -59,13 +59,6 @@ def test_what_is_drawn_is_measured_or_reported_and_the_picture_says_why_there_is
     assert all("%" in axes.get_ylabel() for axes in figure.drawing.axes[::2])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", ["6", "7"])
-def test_the_same_records_give_the_same_bytes(made, tmp_path, number):
-    first, second = made[number][1], find("figure", number).build(outcomes(tmp_path, number), f"figure0{number}")
-    assert (first.svg(), first.png(), first.csv()) == (second.svg(), second.png(), second.csv())
-
-
 def test_claims_follow_the_ratio_of_times(made):
     given = {one.row.key: one for one in made["6"][0] if one.row.panel == "continuation"}
     found = impact.added_speedup(given)

@@ -57,11 +57,6 @@ def made(tmp_path_factory) -> Path:
     records = ensure([compose([*words, *row.overrides]) for row in rows])
     store = Store(results)
     outcomes = [Outcome(row, record, store.dense_of(record)) for row, record in zip(rows, records, strict=True)]
-    write_pieces(results, outcomes)
-    return results
-
-
-def write_pieces(results: Path, outcomes: list[Outcome]) -> None:
     frame = comparison.frame(outcomes)
     notes = ("Records: " + ", ".join(one.record.fingerprint[:12] for one in outcomes if one.record) + ".",)
     panel = Panel("continuation", "Protocol continuation", comparison.columns(prompt=True), notes)
@@ -81,6 +76,7 @@ def write_pieces(results: Path, outcomes: list[Outcome]) -> None:
     other = claim | {"claim": "p4.joint.flops", "measured": "", "measured_low": "", "verdict": "not measured", "record": ""}
     conflict = claim | {"kind": "conflict", "claim": "conflict.bits", "verdict": "contradiction", "record": ""}
     write_claims(results, pd.DataFrame([claim, other, conflict]))
+    return results
 
 
 def write_claims(results: Path, frame: pd.DataFrame) -> None:
@@ -106,12 +102,8 @@ def copy(made, tmp_path) -> Path:
 
 @pytest.fixture(scope="module")
 def records(made) -> dict[str, Record]:
-    return records_of(made)
-
-
-def records_of(results: Path) -> dict[str, Record]:
-    frame = pd.read_csv(results / "tables" / "table11.csv").set_index("key")
-    return {key: Store(results).get(fingerprint) for key, fingerprint in frame["record"].items()}
+    frame = pd.read_csv(made / "tables" / "table11.csv").set_index("key")
+    return {key: Store(made).get(fingerprint) for key, fingerprint in frame["record"].items()}
 
 
 # --- pages ------------------------------------------------------------------------------------------------------------------------

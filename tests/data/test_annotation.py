@@ -91,16 +91,13 @@ def test_what_is_no_aligned_conllu_is_named(content: str, says: str):
         joined(sentences(content, "file"))
 
 
-@pytest.mark.parametrize(
-    ("tree", "says"),
-    [
-        ("(S (NN dog))", "word 2 is 'barks' in the sentence and None"),
-        ("(S (NN dog) (VB bark))", "'bark' in the tree"),
-        ("(S (NN a))\n(S (NN b)", "tree 2: 1 brackets are not closed"),
-        (")", "tree 1: a bracket closes"),
-        ("(S (NN dog)) barks", "tree 2: 'barks' stands outside"),
-    ],
-)
+@pytest.mark.parametrize(("tree", "says"), [
+    ("(S (NN dog))", "word 2 is 'barks' in the sentence and None"),
+    ("(S (NN dog) (VB bark))", "'bark' in the tree"),
+    ("(S (NN a))\n(S (NN b)", "tree 2: 1 brackets are not closed"),
+    (")", "tree 1: a bracket closes"),
+    ("(S (NN dog)) barks", "tree 2: 'barks' stands outside"),
+])  # fmt: skip
 def test_a_tree_that_is_none_or_does_not_cover_its_words_is_refused(tree: str, says: str):
     with pytest.raises(ConfigError, match=says):
         joints(trees(tree, "file")[0], ["dog", "barks"], "here")
@@ -255,14 +252,11 @@ def test_a_spacy_model_is_given_the_words_as_they_are(config, monkeypatch):
     assert said.startswith("tagged by spaCy's fake 1: ")
 
 
-@pytest.mark.parametrize(
-    ("text", "changed", "said"),
-    [
-        (TEXT, {"name": "en_core_web_none"}, "en_core_web_none: that spaCy model is not installed.*perceptron"),
-        (TEXT, {"train": "/nowhere/train.conllu"}, "treebank /nowhere/train.conllu cannot be read"),
-        (" \n ", {}, "the text has no word to be tagged"),
-    ],
-)
+@pytest.mark.parametrize(("text", "changed", "said"), [
+    (TEXT, {"name": "en_core_web_none"}, "en_core_web_none: that spaCy model is not installed.*perceptron"),
+    (TEXT, {"train": "/nowhere/train.conllu"}, "treebank /nowhere/train.conllu cannot be read"),
+    (" \n ", {}, "the text has no word to be tagged"),
+])  # fmt: skip
 def test_what_is_missing_is_named(config, text, changed, said):
     with pytest.raises(ConfigError, match=said):
         tag_text(text, replace(config, **changed), None, None)

@@ -487,15 +487,12 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_state(tmp_path,
     assert steps[0] == 10
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"saves_pct": 90.0}, r"saves_pct=90 cannot be met: with a first gate after layer 0 at most \d\d\.?\d?% is saved"),
-        ({"prompt_tokens": 29}, "longer than 30 tokens"),
-        ({"layers": (0, tiny.LAYERS - 1)}, "Gates after layers"),
-        ({"predicts": (1,)}, "none with this model"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "said"), [
+    ({"saves_pct": 90.0}, r"saves_pct=90 cannot be met: with a first gate after layer 0 at most \d\d\.?\d?% is saved"),
+    ({"prompt_tokens": 29}, "longer than 30 tokens"),
+    ({"layers": (0, tiny.LAYERS - 1)}, "Gates after layers"),
+    ({"predicts": (1,)}, "none with this model"),
+])  # fmt: skip
 def test_what_cannot_be_trained_is_refused(changed, said) -> None:
     with pytest.raises(ConfigError, match=said):
         train_gates(architecture_of(tiny.load("gpt2")), IDS, replace(RECIPE, **changed))

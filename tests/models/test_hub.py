@@ -139,18 +139,15 @@ def test_texts_and_tasks_of_the_hub_are_fetched_once_and_kept(filled, tmp_path):
     "words", [MODEL, C4, *(pytest.param(words, marks=pytest.mark.slow) for words in (WIKITEXT, QQP))],
     ids=["model", "c4", "wikitext", "task"],
 )  # fmt: skip
-@pytest.mark.parametrize(
-    ("where", "fault", "says"),
-    [
-        ("/resolve/", GATED, "is gated. Accept its licence there and set HF_TOKEN."),
-        ("/api/", GATED, "is gated. Accept its licence there and set HF_TOKEN."),
-        ("/api/", (404, "RepoNotFound"), "does not exist, or is private"),
-        ("/api/", (401, None), "Set HF_TOKEN"),
-        ("/api/", (500, None), "answers with status 500. Try again later."),
-        ("/resolve/", (500, None), "500"),
-        (r"(safetensors|parquet|gz)$", "cut", "cannot be read ("),
-    ],
-)
+@pytest.mark.parametrize(("where", "fault", "says"), [
+    ("/resolve/", GATED, "is gated. Accept its licence there and set HF_TOKEN."),
+    ("/api/", GATED, "is gated. Accept its licence there and set HF_TOKEN."),
+    ("/api/", (404, "RepoNotFound"), "does not exist, or is private"),
+    ("/api/", (401, None), "Set HF_TOKEN"),
+    ("/api/", (500, None), "answers with status 500. Try again later."),
+    ("/resolve/", (500, None), "500"),
+    (r"(safetensors|parquet|gz)$", "cut", "cannot be read ("),
+])  # fmt: skip
 def test_what_goes_wrong_is_one_line_and_nothing_of_it_is_kept(filled, tmp_path, capfd, words, where, fault, says):
     filled.faults[where] = fault
     more = {} if words is MODEL else {"cache": tmp_path / "text"}

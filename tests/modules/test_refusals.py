@@ -274,9 +274,7 @@ OPTIONS: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
         ({"layers": (0.5, 0.52), "kept": (0.5, 0.4)}, "layers of their own"),
     ],
     OneShotHalting: [({"start": 1.0}, "Nothing would ever halt")],
-    PromptTruncation: [
-        ({"keep": 0.0}, "leaves no prompt"),
-    ],
+    PromptTruncation: [({"keep": 0.0}, "leaves no prompt")],
     FittedPrediction: [({"schedule": SCHEDULE, "drop_oldest": False}, "give save instead")],
     OracleExit: [({"save": 20}, "save=20 is out of range: give save=0.2 for 20%")],
 }  # fmt: skip

@@ -82,18 +82,15 @@ def test_records_of_other_text_do_not_pair(tmp_path, dense):
         against_dense(other, dense)
 
 
-@pytest.mark.parametrize(
-    ("speedup", "noise", "printed"),
-    [
-        (0.9, 1.0, ("≈ 0",)),
-        (-0.9, 1.0, ("≈ 0",)),
-        (1.0, 1.0, ("≈ 0",)),
-        (1.1, 1.0, ("+1.1",)),
-        (-12.34, 1.26, ("-12.3",)),
-        (5.0, 0.0, ("+5.0",)),
-        (5.0, None, ("+5.0", "no floor")),
-    ],
-)
+@pytest.mark.parametrize(("speedup", "noise", "printed"), [
+    (0.9, 1.0, ("≈ 0",)),
+    (-0.9, 1.0, ("≈ 0",)),
+    (1.0, 1.0, ("≈ 0",)),
+    (1.1, 1.0, ("+1.1",)),
+    (-12.34, 1.26, ("-12.3",)),
+    (5.0, 0.0, ("+5.0",)),
+    (5.0, None, ("+5.0", "no floor")),
+])  # fmt: skip
 def test_a_difference_below_the_noise_floor_is_said_to_be_within_noise(speedup, noise, printed):
     assert speedup_cell({"speedup_pct": speedup, "noise_floor_pct": noise}) == printed
 

@@ -64,17 +64,14 @@ def job(fingerprint: str | None = None, **more: object) -> Job:
     return Job("continuation halting", (), record=record, **more)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("jobs", "said"),
-    [
-        ([job("a"), job("b")], None),
-        ([job("a"), job(reason=REFUSED)], None),  # refused under any selection: part of the table
-        ([job("a"), job(), job()], "2 of 3 rows have no record"),
-        ([job("d"), job("d")], "is on fixed models and texts"),
-        ([], "asks for no run"),
-        ([job("a"), job(error=ValueError("no gold annotation"))], "no gold annotation"),
-    ],
-)
+@pytest.mark.parametrize(("jobs", "said"), [
+    ([job("a"), job("b")], None),
+    ([job("a"), job(reason=REFUSED)], None),  # refused under any selection: part of the table
+    ([job("a"), job(), job()], "2 of 3 rows have no record"),
+    ([job("d"), job("d")], "is on fixed models and texts"),
+    ([], "asks for no run"),
+    ([job("a"), job(error=ValueError("no gold annotation"))], "no gold annotation"),
+])  # fmt: skip
 def test_one_that_is_missing_says_why(jobs: list[Job], said: str | None) -> None:
     why = why_not("table11", jobs, ["d", "e"])
     assert why is None if said is None else said in str(why)

@@ -78,15 +78,12 @@ def test_a_model_that_cannot_be_served_says_why(says: str) -> None:
         apply(MODELS[says](), [Hashed()])
 
 
-@pytest.mark.parametrize(
-    ("modules", "options", "says"),
-    [
-        ([], {"execution": "compct"}, "'compct'.*compact, masked, decide"),
-        ([Decides()], {}, "Decides is no kind of runtime module: derive it from one or more of TokenPolicy, Merge"),
-        ([AfterOne()], {"decision_layers": [0, 2]}, r"\[0, 2\]: AfterOne would never be asked, it acts after layer 1"),
-        ([], {"decision_layers": [5]}, r"\[5\].*0 to 4"),
-    ],
-)
+@pytest.mark.parametrize(("modules", "options", "says"), [
+    ([], {"execution": "compct"}, "'compct'.*compact, masked, decide"),
+    ([Decides()], {}, "Decides is no kind of runtime module: derive it from one or more of TokenPolicy, Merge"),
+    ([AfterOne()], {"decision_layers": [0, 2]}, r"\[0, 2\]: AfterOne would never be asked, it acts after layer 1"),
+    ([], {"decision_layers": [5]}, r"\[5\].*0 to 4"),
+])  # fmt: skip
 def test_options_that_make_no_sense_are_refused_by_value(modules: list[Any], options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         apply(tiny.load("gpt2"), modules, **options)
@@ -180,17 +177,14 @@ class Calls(TokenPolicy):
             self.call(view, tokens)
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda v, t: t.halt(t.active, missing_kv="keep"), "missing_kv='keep' is not one of drop, project, copy, zero"),
-        (lambda v, t: t.halt(t.active, resume_layers=6), "resume_layers=6 must lie between 0 and the model's 5 layers"),
-        (lambda v, t: t.halt(t.active, resume_layers=-1), "resume_layers=-1"),
-        (lambda v, t: v.attention_received(), r"not kept at layer 1.*wants_attention\(1\)"),
-        (lambda v, t: v.attention_received(reduce="sum"), "'sum'.*'mean' or 'max'"),
-        (lambda v, t: t.halt(t.active & (v.slots > 0), missing_kv="copy"), "copies_kv"),
-    ],
-)
+@pytest.mark.parametrize(("call", "words"), [
+    (lambda v, t: t.halt(t.active, missing_kv="keep"), "missing_kv='keep' is not one of drop, project, copy, zero"),
+    (lambda v, t: t.halt(t.active, resume_layers=6), "resume_layers=6 must lie between 0 and the model's 5 layers"),
+    (lambda v, t: t.halt(t.active, resume_layers=-1), "resume_layers=-1"),
+    (lambda v, t: v.attention_received(), r"not kept at layer 1.*wants_attention\(1\)"),
+    (lambda v, t: v.attention_received(reduce="sum"), "'sum'.*'mean' or 'max'"),
+    (lambda v, t: t.halt(t.active & (v.slots > 0), missing_kv="copy"), "copies_kv"),
+])  # fmt: skip
 @pytest.mark.parametrize("execution", ["compact", "masked"])
 def test_a_verb_that_makes_no_sense_is_refused_by_value(call: Any, words: str, execution: str) -> None:
     with pytest.raises(ConfigError, match=words):

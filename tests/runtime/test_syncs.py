@@ -104,13 +104,10 @@ def test_a_prompt_of_static_shapes_asks_the_device_nothing(policy: str, name: st
         assert int(run.trace.passes[0].halt_layer.min()) < run.arch.n_layers - 1
 
 
-@pytest.mark.parametrize(
-    "modules",
-    [
-        [Halting(tau_drift=10.0, missing_kv="drop", tau_entropy=None, resume_layers=0)],  # who halts decides how many
-        [halting(schedule="one_shot", full_ids=[3])],  # how many are spared is in the ids
-    ],
-)
+@pytest.mark.parametrize("modules", [
+    [Halting(tau_drift=10.0, missing_kv="drop", tau_entropy=None, resume_layers=0)],  # who halts decides how many
+    [halting(schedule="one_shot", full_ids=[3])],  # how many are spared is in the ids
+])  # fmt: skip
 def test_what_depends_on_the_data_does_ask(modules: Sequence[RuntimeModule]) -> None:
     model, ids = tiny.load("llama"), torch.arange(2, 34).view(2, 16)
     with torch.inference_mode(), waits() as of_its_own:

@@ -89,15 +89,12 @@ def cells(*steps: tuple[int, float, str]) -> pd.DataFrame:
     )
 
 
-@pytest.mark.parametrize(
-    ("steps", "rate"),
-    [
-        ([(25, -10.0, "costs"), (50, 10.0, "pays"), (75, 30.0, "pays")], "38%"),  # halfway between 25 and 50, rounded
-        ([(25, 8.0, "pays"), (50, 20.0, "pays")], "at most 25%"),
-        ([(25, -9.0, "costs"), (50, 2.0, "within noise")], "none"),
-        ([(25, 2.0, "within noise"), (50, 9.0, "pays")], "at most 50%"),
-    ],
-)
+@pytest.mark.parametrize(("steps", "rate"), [
+    ([(25, -10.0, "costs"), (50, 10.0, "pays"), (75, 30.0, "pays")], "38%"),  # halfway between 25 and 50, rounded
+    ([(25, 8.0, "pays"), (50, 20.0, "pays")], "at most 25%"),
+    ([(25, -9.0, "costs"), (50, 2.0, "within noise")], "none"),
+    ([(25, 2.0, "within noise"), (50, 9.0, "pays")], "at most 50%"),
+])  # fmt: skip
 def test_where_halting_starts_to_pay_noise_does_not_count(steps, rate):
     assert [one["rate"] for one in benchmark.break_even_rates(cells(*steps))] == [rate]
 
@@ -232,17 +229,14 @@ def test_committed_results_are_on_the_page():
     assert all(f"## {title}" in page for title, _, _ in benchmark.PICTURES.values())
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["runtime", "--only", "everything"], "everything"),
-        (["runtime", "--new-tokens", "1"], "new-tokens: 1: give a number of at least 2"),
-        (["runtime", "--repeats", "2"], "repeats: 2: give a number of at least 3"),
-        (["scaling", "--batch", "many"], "batch: 'many' is no whole number"),
-        (["break_even", "--rates", "nan"], "rates: nan: give a number"),
-        (["all", "--minutes", "-1"], "minutes: -1: give a number of at least 0"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (["runtime", "--only", "everything"], "everything"),
+    (["runtime", "--new-tokens", "1"], "new-tokens: 1: give a number of at least 2"),
+    (["runtime", "--repeats", "2"], "repeats: 2: give a number of at least 3"),
+    (["scaling", "--batch", "many"], "batch: 'many' is no whole number"),
+    (["break_even", "--rates", "nan"], "rates: nan: give a number"),
+    (["all", "--minutes", "-1"], "minutes: -1: give a number of at least 0"),
+])  # fmt: skip
 def test_a_bad_option_is_one_line(words, said, capsys):
     with pytest.raises(SystemExit):
         benchmark.main(words)

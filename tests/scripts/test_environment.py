@@ -41,16 +41,13 @@ class Machine:
         return next((f"no {word}" for word in self.broken if word in line), None)
 
 
-@pytest.mark.parametrize(
-    ("broken", "code", "said", "last"),
-    [
-        ((), 0, "is ready", "--editable"),
-        (("--target",), 0, "Not by uv (uv cannot be had)", "--editable"),
-        (("--index-strategy",), 0, "Not by uv (no --index-strategy)", "--editable"),
-        (("--requirement",), 1, "cannot be installed: no --requirement", "-m pip install"),
-        (("-m venv",), 1, "cannot be made: no -m venv", "-m venv"),
-    ],
-)
+@pytest.mark.parametrize(("broken", "code", "said", "last"), [
+    ((), 0, "is ready", "--editable"),
+    (("--target",), 0, "Not by uv (uv cannot be had)", "--editable"),
+    (("--index-strategy",), 0, "Not by uv (no --index-strategy)", "--editable"),
+    (("--requirement",), 1, "cannot be installed: no --requirement", "-m pip install"),
+    (("-m venv",), 1, "cannot be made: no -m venv", "-m venv"),
+])  # fmt: skip
 def test_pip_takes_over_where_uv_fails(broken, code, said, last, tmp_path: Path, monkeypatch, capsys):
     machine = Machine(*broken)
     monkeypatch.setattr(environment, "run", machine.run)

@@ -80,14 +80,11 @@ def test_time_is_set_against_the_operations_that_were_saved(study):
     assert "0.90" in built("table", "detection").text(300)
 
 
-@pytest.mark.parametrize(
-    ("times", "verdict", "why"),
-    [
-        (TIMES, "reproduced", "its encoder takes 0.95 of the dense detector's time"),
-        (TIMES | {("wide_gentle", "learned", 0.5): 1.2}, "not reproduced", "its encoder takes 1.20"),
-        (None, "not measured", "the wider detector was not timed"),
-    ],
-)
+@pytest.mark.parametrize(("times", "verdict", "why"), [
+    (TIMES, "reproduced", "its encoder takes 0.95 of the dense detector's time"),
+    (TIMES | {("wide_gentle", "learned", 0.5): 1.2}, "not reproduced", "its encoder takes 1.20"),
+    (None, "not measured", "the wider detector was not timed"),
+])  # fmt: skip
 def test_a_wider_detector_is_better_only_at_no_more_time(study, times, verdict, why):
     write(study, times)
     frame = built("table", "token_halting_claims").frame

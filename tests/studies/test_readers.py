@@ -108,17 +108,14 @@ def text(content):
     return lambda path: path.write_text(content)
 
 
-@pytest.mark.parametrize(
-    ("file", "spoil", "said"),
-    [
-        ("label_2/000001.txt", Path.unlink, "label_2/000001.txt cannot be read .*not whole"),
-        ("label_2/000000.txt", text("Car 0 0\n"), "line 1: 3 fields where a KITTI label has 15"),
-        ("calib/000000.txt", text("P0: 1\n"), "is no KITTI calibration: R0_rect"),
-        ("velodyne/000000.bin", text("12345"), "has 5 bytes, which are no rows of 4 float32"),
-        ("velodyne/000000.bin", np.full((9, 4), np.nan, "<f4").tofile, "KITTI frame 000000 has coordinates that are not finite"),
-        ("velodyne/000000.bin", np.full((9, 4), 500.0, "<f4").tofile, "KITTI frame 000000 is empty"),
-    ],
-)
+@pytest.mark.parametrize(("file", "spoil", "said"), [
+    ("label_2/000001.txt", Path.unlink, "label_2/000001.txt cannot be read .*not whole"),
+    ("label_2/000000.txt", text("Car 0 0\n"), "line 1: 3 fields where a KITTI label has 15"),
+    ("calib/000000.txt", text("P0: 1\n"), "is no KITTI calibration: R0_rect"),
+    ("velodyne/000000.bin", text("12345"), "has 5 bytes, which are no rows of 4 float32"),
+    ("velodyne/000000.bin", np.full((9, 4), np.nan, "<f4").tofile, "KITTI frame 000000 has coordinates that are not finite"),
+    ("velodyne/000000.bin", np.full((9, 4), 500.0, "<f4").tofile, "KITTI frame 000000 is empty"),
+])  # fmt: skip
 def test_a_kitti_folder_that_is_not_whole_is_named(file, spoil, said, tmp_path):
     folder = kitti(tmp_path / "data")
     spoil(folder / "training" / file)

@@ -73,16 +73,13 @@ def test_the_order_of_points_does_not_matter():
     np.testing.assert_allclose(features(scene, MAKER.grid), features(mixed, MAKER.grid), atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"points": np.zeros((0, 3), np.float32)}, r"scene 0 is empty: none of its 0 points lies in the grid, x from 0 to 24 m"),
-        ({"points": np.full((3, 3), 99.0, np.float32)}, "is empty: none of its 3 points"),
-        ({"points": np.full((3, 3), np.nan, np.float32)}, "not finite"),
-        ({"boxes": np.array([[30.0, 0, 4, 2, 0]])}, r"1 boxes outside the grid, the first at x=30.0 m, y=0.0 m.*crop them"),
-        ({"boxes": np.array([[3.0, 0, 0, 2, 0]])}, "without length or width"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    ({"points": np.zeros((0, 3), np.float32)}, r"scene 0 is empty: none of its 0 points lies in the grid, x from 0 to 24 m"),
+    ({"points": np.full((3, 3), 99.0, np.float32)}, "is empty: none of its 3 points"),
+    ({"points": np.full((3, 3), np.nan, np.float32)}, "not finite"),
+    ({"boxes": np.array([[30.0, 0, 4, 2, 0]])}, r"1 boxes outside the grid, the first at x=30.0 m, y=0.0 m.*crop them"),
+    ({"boxes": np.array([[3.0, 0, 0, 2, 0]])}, "without length or width"),
+])  # fmt: skip
 def test_bad_scenes_are_refused(change, said):
     labels = np.zeros(len(change.get("boxes", SCENES[0].boxes)), np.int64)
     with pytest.raises(ConfigError, match="at least 2 pillars"):

@@ -145,24 +145,21 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path):
         trained(Path(tmp_path / "none"), SHAPE)
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: train(fresh(), DATA, Recipe(2), gates=gates()), "give gates and recipe.tokens, or neither"),
-        (lambda: train(fresh(), DATA, Recipe(2, tokens=0.2), gates=gates()), "tokens=0.2 cannot be met"),
-        (lambda: Recipe(2, box_weight=0), "box_weight=0"),
-        (lambda: Recipe(2, base_rate=0.0), "base_rate=.* must lie between 0 and 1"),
-        (lambda: Recipe(2, tokens=0.5, base_rate=-0.1), "base_rate=.* must lie between 0 and 1"),
-        (lambda: Plan(tokens=0.25), "tokens=0.25 cannot be met: the first of 4 layers has all .* a share between 0.25 and 1"),
-        (lambda: Plan(tokens=1.0), "tokens=1 cannot be met"),
-        (lambda: Plan(tokens=float("nan")), "tokens=nan cannot be met"),
-        (lambda: Plan(scenes=0), "scenes=0: give at least 1"),
-        (lambda: Plan(validation=-3), "validation=-3: give at least 1"),
-        (lambda: Plan(tuning_steps=0), "tuning_steps=0: give at least 1"),
-        (lambda: evaluate(fresh(), DATA.take(slice(0, 0)), GRID), "no scene"),
-        (lambda: ap_difference(*[[evaluate(fresh(), DATA.take(slice(0, 1)), GRID)]] * 2, draws=20), "there are 1"),
-    ],
-)
+@pytest.mark.parametrize(("make", "said"), [
+    (lambda: train(fresh(), DATA, Recipe(2), gates=gates()), "give gates and recipe.tokens, or neither"),
+    (lambda: train(fresh(), DATA, Recipe(2, tokens=0.2), gates=gates()), "tokens=0.2 cannot be met"),
+    (lambda: Recipe(2, box_weight=0), "box_weight=0"),
+    (lambda: Recipe(2, base_rate=0.0), "base_rate=.* must lie between 0 and 1"),
+    (lambda: Recipe(2, tokens=0.5, base_rate=-0.1), "base_rate=.* must lie between 0 and 1"),
+    (lambda: Plan(tokens=0.25), "tokens=0.25 cannot be met: the first of 4 layers has all .* a share between 0.25 and 1"),
+    (lambda: Plan(tokens=1.0), "tokens=1 cannot be met"),
+    (lambda: Plan(tokens=float("nan")), "tokens=nan cannot be met"),
+    (lambda: Plan(scenes=0), "scenes=0: give at least 1"),
+    (lambda: Plan(validation=-3), "validation=-3: give at least 1"),
+    (lambda: Plan(tuning_steps=0), "tuning_steps=0: give at least 1"),
+    (lambda: evaluate(fresh(), DATA.take(slice(0, 0)), GRID), "no scene"),
+    (lambda: ap_difference(*[[evaluate(fresh(), DATA.take(slice(0, 1)), GRID)]] * 2, draws=20), "there are 1"),
+])  # fmt: skip
 def test_what_makes_no_sense_is_refused_before_anything_is_trained(make, said):
     with pytest.raises(ConfigError, match=said):
         make()

@@ -96,14 +96,11 @@ def test_reported_stands_beside_measured(table):
     assert "2T" in line(text, "all", "Dense baseline")
 
 
-@pytest.mark.parametrize(
-    ("technique", "reason"),
-    [
-        ("+ Quantization", "not in this version"),
-        ("KV skipping", "refused under all:\nlooks ahead"),
-        ("+ Token halting", "failed"),
-    ],
-)
+@pytest.mark.parametrize(("technique", "reason"), [
+    ("+ Quantization", "not in this version"),
+    ("KV skipping", "refused under all:\nlooks ahead"),
+    ("+ Token halting", "failed"),
+])  # fmt: skip
 def test_a_row_without_a_record_says_why_and_shows_no_measured_number(table, technique, reason):
     text = table.text()
     found = line(text, "all", technique)

@@ -39,15 +39,12 @@ def outcome(results: Path, key: str, kl: float, **options: float) -> Outcome:
     return Outcome(row, record, dense)
 
 
-@pytest.mark.parametrize(
-    ("kl", "faster", "price"),
-    [
-        (0.020, 0.60, 0.0),  # time for nothing
-        (0.040, 0.60, 0.1),  # KL × 100 rises by 2 for 20 points
-        (0.020, 0.41, None),
-        (0.020, 0.30, None),
-    ],
-)
+@pytest.mark.parametrize(("kl", "faster", "price"), [
+    (0.020, 0.60, 0.0),  # time for nothing
+    (0.040, 0.60, 0.1),  # KL × 100 rises by 2 for 20 points
+    (0.020, 0.41, None),
+    (0.020, 0.30, None),
+])  # fmt: skip
 def test_a_price_is_kl_for_a_point_of_time(tmp_path: Path, kl: float, faster: float, price: float | None) -> None:
     there = {
         "dense": outcome(tmp_path / "a", "dense", 0),

@@ -85,18 +85,15 @@ def test_without_records_every_claim_and_contradiction_has_a_row_that_says_why()
     assert "conf/modules/halting_paper_b2.yaml: tau_drift" in setting["why"]
 
 
-@pytest.mark.parametrize(
-    ("saved", "faster", "per_token", "more", "verdicts"),
-    [
-        (0.25, 0.20, 0.003, {}, ["reproduced"] * 3),
-        (0.10, 0.08, 0.003, {}, ["partly"] * 3),  # quality at less than the claimed saving
-        (0.25, 0.20, 0.2, {}, ["not reproduced"] * 3),
-        (0.25, 0.20, 0.0095, {}, ["partly"] * 3),  # quality that partly holds
-        (0.25, 0.20, 0.0068, {"spread": 40.0}, ["not measured"] * 3),  # quality that is undecided
-        (0.10, 0.08, 0.2, {}, ["not reproduced"] * 3),
-        (0.0, -0.30, 0.2, {}, ["not reproduced"] * 3),
-    ],
-)
+@pytest.mark.parametrize(("saved", "faster", "per_token", "more", "verdicts"), [
+    (0.25, 0.20, 0.003, {}, ["reproduced"] * 3),
+    (0.10, 0.08, 0.003, {}, ["partly"] * 3),  # quality at less than the claimed saving
+    (0.25, 0.20, 0.2, {}, ["not reproduced"] * 3),
+    (0.25, 0.20, 0.0095, {}, ["partly"] * 3),  # quality that partly holds
+    (0.25, 0.20, 0.0068, {"spread": 40.0}, ["not measured"] * 3),  # quality that is undecided
+    (0.10, 0.08, 0.2, {}, ["not reproduced"] * 3),
+    (0.0, -0.30, 0.2, {}, ["not reproduced"] * 3),
+])  # fmt: skip
 def test_a_saving_is_judged_with_the_quality_that_it_is_claimed_with(tmp_path, saved, faster, per_token, more, verdicts):
     sources = [source(tmp_path, saved=saved, faster=faster, per_token=per_token, **more)]
     found = [row(sources, f"table11.isolated.halting.{name}") for name in ("flops_saved_pct", "speedup_pct", "delta_ppl")]
@@ -138,23 +135,14 @@ def refuse(panel):
 FAST, SIMULATED = "table11.isolated.halting.speedup_pct", {"kernels": {"one": "float products"}}
 
 
-@pytest.mark.parametrize(
-    ("claim", "options", "of", "verdict", "why"),
-    [
-        (FAST, {}, None, "not measured", f"no record: {COMMAND}"),
-        (FAST, {"reason": "refused under all"}, None, "not measured", "refused under all"),
-        (FAST, {"saved": 0.3, "changes": SIMULATED}, None, "not measured", "simulated"),
-        (
-            "table11.isolated.halting.delta_ppl",
-            {"saved": 0.3, "changes": {"lookahead": True}},
-            None,
-            "not comparable",
-            "looks ahead",
-        ),
-        ("k.fused.fused_share_pct", {"saved": 0.2}, lambda panel: Estimate(15.0, 14.0, 16.0), "not comparable", "a setting"),
-        ("f2.joint.speedup_pct", {"saved": 0.2}, refuse, "not measured", "record.json has no entry 'energy'"),
-    ],
-)
+@pytest.mark.parametrize(("claim", "options", "of", "verdict", "why"), [
+    (FAST, {}, None, "not measured", f"no record: {COMMAND}"),
+    (FAST, {"reason": "refused under all"}, None, "not measured", "refused under all"),
+    (FAST, {"saved": 0.3, "changes": SIMULATED}, None, "not measured", "simulated"),
+    ("table11.isolated.halting.delta_ppl", {"saved": 0.3, "changes": {"lookahead": True}}, None, "not comparable", "looks ahead"),
+    ("k.fused.fused_share_pct", {"saved": 0.2}, lambda panel: Estimate(15.0, 14.0, 16.0), "not comparable", "a setting"),
+    ("f2.joint.speedup_pct", {"saved": 0.2}, refuse, "not measured", "record.json has no entry 'energy'"),
+])  # fmt: skip
 def test_what_is_not_judged_says_why(tmp_path, claim, options, of, verdict, why):
     answers = {} if of is None else {claim: AnsweredBy("all", "run", of=of)}
     found = row([source(tmp_path, answers=answers, **options)], claim)
@@ -242,16 +230,13 @@ def test_it_is_readable_in_a_terminal(tmp_path):
     assert "reproduced" in line
 
 
-@pytest.mark.parametrize(
-    ("ends", "fails", "verdict"),
-    [
-        ((0.01, 0.2), False, "reproduced"),
-        ((-0.01, 0.2), False, "undecided"),
-        ((-0.2, -0.01), False, "not reproduced"),
-        ((0.01, 0.2), True, "not reproduced"),
-        (None, False, "not measured"),
-    ],
-)
+@pytest.mark.parametrize(("ends", "fails", "verdict"), [
+    ((0.01, 0.2), False, "reproduced"),
+    ((-0.01, 0.2), False, "undecided"),
+    ((-0.2, -0.01), False, "not reproduced"),
+    ((0.01, 0.2), True, "not reproduced"),
+    (None, False, "not measured"),
+])  # fmt: skip
 def test_a_verdict_is_where_the_interval_lies(ends, fails, verdict):
     estimate = None if ends is None else Estimate(sum(ends) / 2, *ends)
     assert Statement("a.b", "a paper", "words", "this minus that", estimate, "why", fails).verdict == verdict
@@ -290,16 +275,13 @@ def test_the_verdict_on_a_tuned_setting_stands_beside_and_is_not_counted(tmp_pat
     assert alone.loc[alone["claim"] == claim, ["verdict", "tuned"]].to_numpy().tolist() == [["not measured", said]]
 
 
-@pytest.mark.parametrize(
-    ("share", "beyond", "verdict"),
-    [
-        (90.0, (50.0, 45.0, 55.0), "partly"),  # 53.5 points above what any token of Table 2 halts at are claimed
-        (92.0, (55.0, 54.0, 56.0), "reproduced"),
-        (92.0, (0.5, -0.5, 1.5), "not reproduced"),
-        (60.0, (-20.0, -22.0, -18.0), "not reproduced"),
-        (92.0, (30.0, 2.0, 58.0), "not measured"),
-    ],
-)
+@pytest.mark.parametrize(("share", "beyond", "verdict"), [
+    (90.0, (50.0, 45.0, 55.0), "partly"),  # 53.5 points above what any token of Table 2 halts at are claimed
+    (92.0, (55.0, 54.0, 56.0), "reproduced"),
+    (92.0, (0.5, -0.5, 1.5), "not reproduced"),
+    (60.0, (-20.0, -22.0, -18.0), "not reproduced"),
+    (92.0, (30.0, 2.0, 58.0), "not measured"),
+])  # fmt: skip
 def test_a_share_is_judged_by_its_difference_from_chance(tmp_path, share, beyond, verdict):
     answer = AnsweredBy(
         "all", "run", of=lambda panel: Estimate(share, share - 1, share + 1), beyond_chance=lambda record: Estimate(*beyond)

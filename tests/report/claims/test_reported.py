@@ -93,18 +93,15 @@ def test_every_table_with_numbers_has_entries():
     assert there == set(range(1, 14)) - {1, 6}  # attributes and criteria: words
 
 
-@pytest.mark.parametrize(
-    ("head", "prefix", "rows"),
-    [
-        ("Technique\tApplication\tSpeedup (%)", "table11.", 9),
-        ("Task\tType\tMetric", "table4.", 6),
-        ("Component\tBaseline", "table7.", 7),
-        ("POS Tag Category\tFraction", "table2.", 6),
-        ("Layer\tPrecision@Fusion", "table9.", 3),
-        ("Method\tPrecision@Fusion", "table13.", 2),
-        ("Quantization Strategy", "table3.", 5),
-    ],
-)
+@pytest.mark.parametrize(("head", "prefix", "rows"), [
+    ("Technique\tApplication\tSpeedup (%)", "table11.", 9),
+    ("Task\tType\tMetric", "table4.", 6),
+    ("Component\tBaseline", "table7.", 7),
+    ("POS Tag Category\tFraction", "table2.", 6),
+    ("Layer\tPrecision@Fusion", "table9.", 3),
+    ("Method\tPrecision@Fusion", "table13.", 2),
+    ("Quantization Strategy", "table3.", 5),
+])  # fmt: skip
 def test_a_table_has_an_entry_for_each_of_its_rows(paper, head, prefix, rows):
     start = paper.index(head)
     printed = paper[start : paper.index("\n\n", start)].splitlines()[1:]
@@ -160,36 +157,33 @@ LONG = kv("long", "17.38 > 0.30 -> Write")
 TOTAL, ATTENTION = reported()["table7.total"], reported()["table7.attention"]
 
 
-@pytest.mark.parametrize(
-    ("holds", "check", "given", "named"),
-    [
-        (True, "same", (), {"a": 1.0, "b": (0.9, 1.1)}),
-        (False, "same", (), {"a": 1.2, "b": (0.9, 1.1)}),
-        (True, "at_least", (6, 6), {}),
-        (True, "superadditive", (70,), {"a": 30, "b": 30}),
-        (False, "beyond_pairs", (59,), {"a": 30, "b": 30, "c": 1}),
-        (True, "beta_saves", (0.5, 26.4), {}),
-        (True, "joint_beyond_alone", (47, 39), {}),
-        (True, "model_size", (774, 36, 1280, 20), {}),
-        (False, "model_size", (774, 36, 1280, 12), {}),
-        (True, "entropy_units", (1.0, 0.6931471805599453), {}),
-        (True, "inside_grid", (0.3, 0.6, (0.2, 0.4), (0.5, 0.7)), {}),
-        (True, "on_the_scale", ((0, 1),), {"a": 0.4}),
-        (True, "energy_of_a_token", (1e-6, 0.4, 121, 512), {}),
-        (False, "emissions_arithmetic", (0.51, 0.40, 27.5, 0.29, 43.1), {}),
-        (True, "steepest_is_last", (1.0,), {"a": 0.9, "b": 0.5}),
-        (True, "quantized_baseline", (0.7, 40, 15), {}),
-        (True, "milliseconds_are_percent", (18, 121, 15), {}),
-        (True, "within_bound", ((None, 0.2),), {"a": 0.19}),
-        (True, "saves_at_most_what_it_merges", ((12, 18), 15), {}),
-        (True, "weighted_share", ((80, None),), {"a": changed("table2.determiners")}),
-        (True, "table5_widths", (0.3, 0.6), {"reducing": changed("table5.bits.reducing")}),
-        (False, "table7_arithmetic", (TOTAL,), {"a": ATTENTION}),
-        (False, "table7_arithmetic", (changed("table7.attention", speedup_pct=41.0),), {"a": ATTENTION}),
-        (True, "table5_kv", (), {"a": kv("is", "0.18 < 0.45 -> Skip"), "b": LONG}),
-        (False, "table5_kv", (), {"a": kv("is", "18.18 > 0.45 -> Skip"), "b": LONG}),
-        (True, "decay_and_halted_share", ((0.01, 0.2), 15), {"a": changed("table2.content_words")}),
-    ],
-)
+@pytest.mark.parametrize(("holds", "check", "given", "named"), [
+    (True, "same", (), {"a": 1.0, "b": (0.9, 1.1)}),
+    (False, "same", (), {"a": 1.2, "b": (0.9, 1.1)}),
+    (True, "at_least", (6, 6), {}),
+    (True, "superadditive", (70,), {"a": 30, "b": 30}),
+    (False, "beyond_pairs", (59,), {"a": 30, "b": 30, "c": 1}),
+    (True, "beta_saves", (0.5, 26.4), {}),
+    (True, "joint_beyond_alone", (47, 39), {}),
+    (True, "model_size", (774, 36, 1280, 20), {}),
+    (False, "model_size", (774, 36, 1280, 12), {}),
+    (True, "entropy_units", (1.0, 0.6931471805599453), {}),
+    (True, "inside_grid", (0.3, 0.6, (0.2, 0.4), (0.5, 0.7)), {}),
+    (True, "on_the_scale", ((0, 1),), {"a": 0.4}),
+    (True, "energy_of_a_token", (1e-6, 0.4, 121, 512), {}),
+    (False, "emissions_arithmetic", (0.51, 0.40, 27.5, 0.29, 43.1), {}),
+    (True, "steepest_is_last", (1.0,), {"a": 0.9, "b": 0.5}),
+    (True, "quantized_baseline", (0.7, 40, 15), {}),
+    (True, "milliseconds_are_percent", (18, 121, 15), {}),
+    (True, "within_bound", ((None, 0.2),), {"a": 0.19}),
+    (True, "saves_at_most_what_it_merges", ((12, 18), 15), {}),
+    (True, "weighted_share", ((80, None),), {"a": changed("table2.determiners")}),
+    (True, "table5_widths", (0.3, 0.6), {"reducing": changed("table5.bits.reducing")}),
+    (False, "table7_arithmetic", (TOTAL,), {"a": ATTENTION}),
+    (False, "table7_arithmetic", (changed("table7.attention", speedup_pct=41.0),), {"a": ATTENTION}),
+    (True, "table5_kv", (), {"a": kv("is", "0.18 < 0.45 -> Skip"), "b": LONG}),
+    (False, "table5_kv", (), {"a": kv("is", "18.18 > 0.45 -> Skip"), "b": LONG}),
+    (True, "decay_and_halted_share", ((0.01, 0.2), 15), {"a": changed("table2.content_words")}),
+])  # fmt: skip
 def test_a_check_can_come_out_either_way(holds, check, given, named):
     assert check_of(check)(*given, **named).holds == holds

@@ -86,34 +86,31 @@ def test_an_open_side_is_a_gain_or_a_cost(bound, share):
     assert judge("match", Target(None, bound), estimate) == judge("cost", Target(None, bound), estimate)
 
 
-@pytest.mark.parametrize(
-    ("sense", "target", "interval", "verdict"),
-    [
-        ("gain", (17.5, 18.5), (3, 5), "partly"),
-        ("gain", (17.5, 18.5), (-2, 1), "not reproduced"),
-        ("gain", (17.5, 18.5), (-30, -25), "not reproduced"),
-        ("gain", (17.5, 18.5), (0.001, 0.001), "not reproduced"),
-        ("gain", (17.5, 18.5), (15, 19), "reproduced"),
-        ("gain", (17.5, 18.5), (40, 45), "reproduced"),
-        ("gain", (17.5, 18.5), (-5, 30), "not measured"),
-        ("cost", (0.6, 0.7), (-1, 0.3), "reproduced"),
-        ("cost", (0.6, 0.7), (0.5, 1.0), "reproduced"),
-        ("cost", (0.6, 0.7), (0.8, 1.2), "partly"),
-        ("cost", (0.6, 0.7), (0.8, 3.0), "not reproduced"),
-        ("cost", (0.6, 0.7), (0.1, 5.0), "not measured"),
-        ("cost", (0.0, 1.1), (-6, -5), "reproduced"),
-        ("cost", (-0.01, 0.01), (0.1, 0.2), "not reproduced"),
-        ("match", (0.05, 0.1), (0.08, 0.12), "reproduced"),
-        ("match", (0.05, 0.1), (0.02, 0.03), "partly"),
-        ("match", (0.05, 0.1), (0.3, 0.4), "not reproduced"),
-        ("match", (-0.5, 0.5), (-0.1, 0.2), "reproduced"),
-        ("gain", (-0.5, 0.5), (5, 6), "not reproduced"),
-        ("gain", (-0.05, 0.05), (-3.9, -3.1, 4.0), "reproduced"),  # a claimed zero, within the noise of the clock
-        ("gain", (-0.05, 0.05), (-3.9, -3.1, 1.0), "not reproduced"),
-        ("ratio", (0.395, 0.405), (0.38, 0.42), "reproduced"),
-        ("ratio", (0.395, 0.405), (1.4, 1.5), "not reproduced"),
-    ],
-)
+@pytest.mark.parametrize(("sense", "target", "interval", "verdict"), [
+    ("gain", (17.5, 18.5), (3, 5), "partly"),
+    ("gain", (17.5, 18.5), (-2, 1), "not reproduced"),
+    ("gain", (17.5, 18.5), (-30, -25), "not reproduced"),
+    ("gain", (17.5, 18.5), (0.001, 0.001), "not reproduced"),
+    ("gain", (17.5, 18.5), (15, 19), "reproduced"),
+    ("gain", (17.5, 18.5), (40, 45), "reproduced"),
+    ("gain", (17.5, 18.5), (-5, 30), "not measured"),
+    ("cost", (0.6, 0.7), (-1, 0.3), "reproduced"),
+    ("cost", (0.6, 0.7), (0.5, 1.0), "reproduced"),
+    ("cost", (0.6, 0.7), (0.8, 1.2), "partly"),
+    ("cost", (0.6, 0.7), (0.8, 3.0), "not reproduced"),
+    ("cost", (0.6, 0.7), (0.1, 5.0), "not measured"),
+    ("cost", (0.0, 1.1), (-6, -5), "reproduced"),
+    ("cost", (-0.01, 0.01), (0.1, 0.2), "not reproduced"),
+    ("match", (0.05, 0.1), (0.08, 0.12), "reproduced"),
+    ("match", (0.05, 0.1), (0.02, 0.03), "partly"),
+    ("match", (0.05, 0.1), (0.3, 0.4), "not reproduced"),
+    ("match", (-0.5, 0.5), (-0.1, 0.2), "reproduced"),
+    ("gain", (-0.5, 0.5), (5, 6), "not reproduced"),
+    ("gain", (-0.05, 0.05), (-3.9, -3.1, 4.0), "reproduced"),  # a claimed zero, within the noise of the clock
+    ("gain", (-0.05, 0.05), (-3.9, -3.1, 1.0), "not reproduced"),
+    ("ratio", (0.395, 0.405), (0.38, 0.42), "reproduced"),
+    ("ratio", (0.395, 0.405), (1.4, 1.5), "not reproduced"),
+])  # fmt: skip
 def test_the_examples_of_the_page(sense, target, interval, verdict):
     assert judge(sense, Target(*target), measured(*interval)) == verdict
 

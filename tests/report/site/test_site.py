@@ -247,19 +247,16 @@ def test_a_models_name_loads_nothing_and_tells_no_folder(copy, records):
     assert "text.txt was read" in text
 
 
-@pytest.mark.parametrize(
-    ("said", "shown"),
-    [
-        ("/a/b", "b"),
-        ("/a/with space/c.txt", "c.txt"),
-        ("no text in /a/b/c.txt: make one", "no text in c.txt: make one"),
-        ("see https://example.org/a/b and 3/4 of tables/table11", "see https://example.org/a/b and 3/4 of tables/table11"),
-        ("~/models/x is gone", "x is gone"),
-        (["/a/b", {"/a/k": 3}], ["b", {"k": 3}]),
-        ("folder:/home/some body/models/mine", "folder:mine"),
-        ("weights of folder:/a/b/mine, and http://example.org:80/a/b", "weights of folder:mine, and http://example.org:80/a/b"),
-    ],
-)
+@pytest.mark.parametrize(("said", "shown"), [
+    ("/a/b", "b"),
+    ("/a/with space/c.txt", "c.txt"),
+    ("no text in /a/b/c.txt: make one", "no text in c.txt: make one"),
+    ("see https://example.org/a/b and 3/4 of tables/table11", "see https://example.org/a/b and 3/4 of tables/table11"),
+    ("~/models/x is gone", "x is gone"),
+    (["/a/b", {"/a/k": 3}], ["b", {"k": 3}]),
+    ("folder:/home/some body/models/mine", "folder:mine"),
+    ("weights of folder:/a/b/mine, and http://example.org:80/a/b", "weights of folder:mine, and http://example.org:80/a/b"),
+])  # fmt: skip
 def test_folders_of_a_machine_are_left_out(said, shown):
     assert without_folders(said) == shown
 
@@ -414,15 +411,12 @@ def test_a_folder_of_somebody_else_or_a_link_is_left_alone(copy, victim, capsys)
     assert [path.name for path in (copy / "mine").iterdir()] == ["thesis.tex"]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"records": ("../../../victim",)},
-        {"pictures": ("../../victim",)},
-        {"pictures": ("victim.png",)},  # a link that leads to it
-        {"name": "../victim"},
-    ],
-)
+@pytest.mark.parametrize("changes", [
+    {"records": ("../../../victim",)},
+    {"pictures": ("../../victim",)},
+    {"pictures": ("victim.png",)},  # a link that leads to it
+    {"name": "../victim"},
+])  # fmt: skip
 def test_a_hostile_figure_neither_reads_nor_writes_elsewhere(copy, victim, changes):
     (copy / "figures" / "victim.png").symlink_to(victim)
     changed(copy / "figures" / "figure99.json", **changes)

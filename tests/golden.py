@@ -221,8 +221,13 @@ def run(exact: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield key, case | {"refused": protocol}
                 continue
             modules = bench.modules(entries, folder / protocol)
-            whole = exact and key.rpartition(" ")[0] in {"dense", *("+".join(names) for names in MEASURED)}
-            found = case | {"numbers": _numbers(bench, modules, whole)}
+            if exact and key.rpartition(" ")[0] in {"dense", *("+".join(names) for names in MEASURED)}:
+                yield key, case | {"numbers": _all_passes(bench, modules)}
+                continue
+            dense = bench.dense if modules else None
+            scores = score(bench.model, bench.scored, bench.protocol, bench.windows.token_bytes, modules=modules, dense=dense)
+            bytes_kept = {"kv_bytes_billed": scores.kv_bytes_billed, "kv_bytes_resident": scores.kv_bytes_resident}
+            found = case | {"numbers": _of_scores(scores.windows, scores.trace) | bytes_kept}
             yield key, found if exact else found | {"format": coarsest(modules)}
 
 
@@ -242,15 +247,6 @@ def _as_offered(entries: Mapping[str, Any], bench: _Bench) -> dict[str, Any]:
         if all(KERNELS[name].fits(weight, WINDOW) for weight in weights):
             return {"fastest_linear": {**entries["fastest_linear"], "product": name}}
     raise AssertionError("no kernel of small numbers is offered here, not even bfloat16")
-
-
-def _numbers(bench: _Bench, modules: list[RuntimeModule], whole: bool) -> dict[str, Any]:
-    if whole:
-        return _all_passes(bench, modules)
-    dense = bench.dense if modules else None
-    scores = score(bench.model, bench.scored, bench.protocol, bench.windows.token_bytes, modules=modules, dense=dense)
-    numbers = _of_scores(scores.windows, scores.trace)
-    return numbers | {"kv_bytes_billed": scores.kv_bytes_billed, "kv_bytes_resident": scores.kv_bytes_resident}
 
 
 def _of_scores(windows: Any, trace: Trace | None) -> dict[str, Any]:
@@ -322,24 +318,16 @@ def load() -> dict[str, Any]:
 
 
 def compare(golden: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise where the golden run is not what is written down.
-
-    Args:
-        golden: of `load`.
-        found: of `run`.
-
-    Raises:
-        QuickSilverError: says what differs, and what to do about it.
-    """
+    """Raise a QuickSilverError where the golden run (`found`, of `run`) is not what is written down (`golden`, of `load`): what differs, and what to
+    do about it."""
     if golden["numerics_version"] != numerics.VERSION:
         raise QuickSilverError(
             f"quicksilver/numerics.py says version {numerics.VERSION} and {GOLDEN.name} is of version {golden['numerics_version']}: "
             f"write it anew with `{_COMMAND}`."
         )
     known = golden["cases"]
-    meant = _changed_with_their_modules(known, found)
-    further = [key for key in found if key in known and _places(found[key]) > _places(known[key])]
-    unwritten = [key for key in found if key not in known] + [key for key in known if key not in found] + meant + further
+    unwritten = [key for key in [*found, *known] if (key in found) != (key in known)] + _changed_with_their_modules(known, found)
+    unwritten += [key for key in found if key in known and _places(found[key]) > _places(known[key])]
     if unwritten:
         raise QuickSilverError(
             f"{GOLDEN.name} is not of today's modules and measurements ({', '.join(unwritten[:4])}): run `{_COMMAND}`. No version is to be "
@@ -348,15 +336,13 @@ def compare(golden: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]]) -
 
 
 def _changed_with_their_modules(known: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Cases whose numbers changed because their modules' options did.
-
-    Raises:
-        QuickSilverError: numbers of others changed.
-    """
-    changed = {key: difference_of(known[key], case) for key, case in found.items() if key in known}
-    changed = {key: lines for key, lines in changed.items() if lines}
-    meant = [key for key in changed if known[key]["modules"] != found[key]["modules"]]
-    broken = [key for key in changed if key not in meant]
+    """Cases whose numbers changed because their modules' options did; a QuickSilverError where those of others changed."""
+    changed = {}
+    for key in found.keys() & known.keys():
+        before, now = ({part: case.get(part) for part in ("numbers", "refused")} for case in (known[key], found[key]))
+        if lines := differences(before, now):
+            changed[key] = lines
+    broken = [key for key in found if key in changed and known[key]["modules"] == found[key]["modules"]]
     if broken:
         key = broken[0]
         raise QuickSilverError(
@@ -364,21 +350,11 @@ def _changed_with_their_modules(known: Mapping[str, Any], found: Mapping[str, Ma
             f"{key}: {'; '.join(changed[key][:3])}. If the change is meant, raise VERSION in quicksilver/numerics.py, say there why, and "
             f"run `{_COMMAND}`. If not, undo it: existing records would no longer be what this code computes."
         )
-    return meant
-
-
-def difference_of(known: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Of one case: see `differences`."""
-    parts = ("numbers", "refused")
-    return differences({p: known.get(p) for p in parts}, {p: found.get(p) for p in parts})
+    return [key for key in found if key in changed]
 
 
 def rounding(found: Mapping[str, Mapping[str, Any]], known: Mapping[str, Any]) -> dict[str, float]:
-    """By case, the largest relative difference of a window's negative log-likelihood from float64.
-
-    Args:
-        found: of `run(exact=False)`; known: the cases of golden.json.
-    """
+    """By case of `run(exact=False)`, the largest relative difference of a window's negative log-likelihood from float64, which golden.json has."""
     apart = {}
     for key, case in found.items():
         if "numbers" in case:
@@ -388,11 +364,8 @@ def rounding(found: Mapping[str, Mapping[str, Any]], known: Mapping[str, Any]) -
 
 
 def written() -> dict[str, Any]:
-    """The content of golden.json as this code computes it.
-
-    Raises:
-        QuickSilverError: numbers changed and the version did not; a decision that hangs on the last digits.
-    """
+    """The content of golden.json as this code computes it; a QuickSilverError where numbers changed and the version did not, and of a decision
+    that hangs on the last digits."""
     found = dict(run())
     for key, case in run(exact=False):
         if case.get("format") == "float32" and case["numbers"]["decisions"] != found[key]["numbers"]["decisions"]:
@@ -402,17 +375,14 @@ def written() -> dict[str, Any]:
     return {"numerics_version": numerics.VERSION, "cases": found}
 
 
-def _lines(content: Mapping[str, Any]) -> str:
-    """JSON with a line for each case, so that a difference between two versions of the file names the cases."""
-    cases = ",\n".join(f"  {json.dumps(key)}: {json.dumps(case)}" for key, case in content["cases"].items())
-    return f'{{"numerics_version": {content["numerics_version"]}, "cases": {{\n{cases}\n}}}}\n'
-
-
 def main() -> None:
     """Compare, or write; exit 1 when the numbers are not those written down."""
     try:
         if sys.argv[1:] == ["--write"]:
-            GOLDEN.write_text(_lines(written()), encoding="utf-8")
+            content = written()  # a line for each case, so that a difference between two versions of the file names the cases
+            cases = ",\n".join(f"  {json.dumps(key)}: {json.dumps(case)}" for key, case in content["cases"].items())
+            text = f'{{"numerics_version": {content["numerics_version"]}, "cases": {{\n{cases}\n}}}}\n'
+            GOLDEN.write_text(text, encoding="utf-8")
             print(f"{GOLDEN} is of numerics version {numerics.VERSION}.")
         elif sys.argv[1:]:
             raise ConfigError(f"{' '.join(sys.argv[1:])}: the only option is --write.")

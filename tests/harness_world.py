@@ -20,15 +20,9 @@ def make_model(folder: Path, *, seed: int = 0, layers: int = LAYERS, positions: 
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", bos_token="<end>").save_pretrained(folder)
     torch.manual_seed(seed)
     config = GPT2Config(
-        vocab_size=257,
-        n_embd=16,
-        n_layer=layers,
-        n_head=2,
-        n_positions=positions,
-        initializer_range=0.2,
-        bos_token_id=256,
+        vocab_size=257, n_embd=16, n_layer=layers, n_head=2, n_positions=positions, initializer_range=0.2, bos_token_id=256,
         eos_token_id=256,
-    )
+    )  # fmt: skip
     GPT2LMHeadModel(config).save_pretrained(folder)
     return folder
 
@@ -46,21 +40,11 @@ def make_world(folder: Path, *, layers: int = LAYERS, window: int = WINDOW, prom
     make_text(folder / "test.txt", seed=1, words=150 * window // WINDOW)
     make_text(folder / "calibration.txt", seed=2, words=150 * window // WINDOW)
     return [
-        "model=folder",
-        "model.name=tiny",
-        f"model.path={folder / 'model'}",
-        "dataset=file",
-        f"dataset.files.test={folder / 'test.txt'}",
-        f"dataset.files.calibration={folder / 'calibration.txt'}",
-        "dataset.windows=10",
-        "dataset.calibration_windows=4",
-        f"protocol.window_tokens={window}",
-        f"protocol.prompt_tokens={prompt}",
-        "protocol.batch_size=4",
-        "measure=quick",
-        "measure.audit.probes=1",
-        "threads=1",
-    ]
+        "model=folder", "model.name=tiny", f"model.path={folder / 'model'}", "dataset=file",
+        f"dataset.files.test={folder / 'test.txt'}", f"dataset.files.calibration={folder / 'calibration.txt'}",
+        "dataset.windows=10", "dataset.calibration_windows=4", f"protocol.window_tokens={window}",
+        f"protocol.prompt_tokens={prompt}", "protocol.batch_size=4", "measure=quick", "measure.audit.probes=1", "threads=1",
+    ]  # fmt: skip
 
 
 TREEBANK_WORDS = {"DT": ["the", "a"], "NN": ["dog", "cat", "can't"], "VBD": ["saw", "heard"], "IN": ["in", "by"], "CC": ["and"]}

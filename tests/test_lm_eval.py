@@ -159,13 +159,10 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 """
     )
     found = simple_evaluate(
-        model="quicksilver",
-        model_args={"pretrained": str(folder), "results_dir": str(tmp_path / "results"), **HALTING},
-        tasks=["tiny_task"],
-        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
-        batch_size=4,
+        model="quicksilver", model_args={"pretrained": str(folder), "results_dir": str(tmp_path / "results"), **HALTING},
+        tasks=["tiny_task"], task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False), batch_size=4,
         bootstrap_iters=0,
-    )
+    )  # fmt: skip
     assert 0 <= found["results"]["tiny_task"]["acc,none"] <= 1
     assert found["n-samples"]["tiny_task"]["effective"] == 5
     told = found["config"]["quicksilver"]

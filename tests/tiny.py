@@ -79,13 +79,10 @@ KINDS = ["full_attention", "sliding_attention", "sliding_attention", "full_atten
 GEMMA: dict[str, Any] = dict(head_dim=16, query_pre_attn_scalar=9, sliding_window=SLIDING_WINDOW)
 # What the config of a family has beside the sizes that all share.
 OWN: dict[str, dict[str, Any]] = {
-    "gpt2": dict(n_embd=WIDTH, n_layer=LAYERS, n_head=4, n_positions=POSITIONS),
-    "mistral": dict(sliding_window=SLIDING_WINDOW),
-    "qwen2-mixed": dict(use_sliding_window=True, sliding_window=SLIDING_WINDOW, max_window_layers=2),
-    "qwen3": dict(head_dim=16),
-    "gemma2": GEMMA | dict(attn_logit_softcapping=1.5, final_logit_softcapping=3.0),
-    "gemma3": GEMMA | dict(layer_types=KINDS),
-}
+    "gpt2": dict(n_embd=WIDTH, n_layer=LAYERS, n_head=4, n_positions=POSITIONS), "mistral": dict(sliding_window=SLIDING_WINDOW),
+    "qwen2-mixed": dict(use_sliding_window=True, sliding_window=SLIDING_WINDOW, max_window_layers=2), "qwen3": dict(head_dim=16),
+    "gemma2": GEMMA | dict(attn_logit_softcapping=1.5, final_logit_softcapping=3.0), "gemma3": GEMMA | dict(layer_types=KINDS),
+}  # fmt: skip
 
 
 def build(family: str, **changes: Any) -> PreTrainedModel:

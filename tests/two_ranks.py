@@ -34,28 +34,18 @@ def modules(model):
 
     def staged(missing_kv: str, signal: str = "position", **more: object) -> list[StagedHalting]:
         stage = {
-            "before": 2,
-            "share": 0.4,
-            "protect_first": 1,
-            "protect_last": 1,
-            "signal": signal,
-            "missing_kv": missing_kv,
-            **more,
-        }
+            "before": 2, "share": 0.4, "protect_first": 1, "protect_last": 1, "signal": signal, "missing_kv": missing_kv, **more,
+        }  # fmt: skip
         return [StagedHalting(stages=[stage], protect_first=0, protect_last=None, missing_kv="project")]
 
     return {
-        "none": [],
-        "project": [Halting(tau_drift=0.9, tau_entropy=3.9, missing_kv="project", resume_layers=0)],
-        "zero": staged("zero"),
-        "copy": staged("copy"),
-        "predict": staged("predict", translator=predict),
+        "none": [], "project": [Halting(tau_drift=0.9, tau_entropy=3.9, missing_kv="project", resume_layers=0)],
+        "zero": staged("zero"), "copy": staged("copy"), "predict": staged("predict", translator=predict),
         "attention": staged("drop", "attention"),
         "kv_skipping": [KVSkipping(criterion="attention", skipped_share=0.4, last_queries=4, protect_first=1)],
-        "fusion": [TokenFusion(tau_fuse=30.0, tau_attention=-0.5, max_group=3)],
-        "merging": [TokenMerging(r=0.1)],
+        "fusion": [TokenFusion(tau_fuse=30.0, tau_attention=-0.5, max_group=3)], "merging": [TokenMerging(r=0.1)],
         "eviction": [HeavyHitter(heavy=4, recent=4)],
-    }
+    }  # fmt: skip
 
 
 @torch.no_grad()

@@ -34,13 +34,8 @@ def test_a_row_becomes_a_prompt_and_a_choice(tmp_path):
 
 def test_choices_come_from_the_row_and_fields_may_be_renamed(tmp_path):
     row = {
-        "premise": "It rained.",
-        "question": "effect",
-        "a": "I got wet.",
-        "b": "I sang.",
-        "label": 0,
-        "target": {"word": "rain"},
-    }
+        "premise": "It rained.", "question": "effect", "a": "I got wet.", "b": "I sang.", "label": 0, "target": {"word": "rain"},
+    }  # fmt: skip
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     config = task(
         tmp_path, [], template="{word}: {premise} {question}", labels={}, choices=["a", "b"], rename={"question": {"effect": "So"}},

@@ -231,14 +231,9 @@ def test_halting_reads_it_calibrates_on_it_and_pays_for_it(arch, tmp_path: Path,
     median = float(torch.special.entr(p).sum(-1).quantile(0.5))
     assert found.percentiles["entropy-tuned_lens"][1][49] == pytest.approx(median, rel=1e-3)
     halting = Halting(
-        tau_entropy="p50",
-        entropy="tuned_lens",
-        calibration=found,
-        window=(0.2, 0.8),
-        missing_kv="drop",
-        tau_drift=None,
+        tau_entropy="p50", entropy="tuned_lens", calibration=found, window=(0.2, 0.8), missing_kv="drop", tau_drift=None,
         resume_layers=0,
-    )
+    )  # fmt: skip
     with torch.no_grad(), apply(arch.model, [halting]) as run:
         arch.model(ids, use_cache=False)
     (one,) = run.trace.passes

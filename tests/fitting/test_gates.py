@@ -398,12 +398,9 @@ def test_a_card_says_how_gates_were_made_and_what_they_cost(tmp_path) -> None:
     kl = kl_of(arch, everybody, IDS[:2])
     assert (kl > 0).all()
     said = {
-        "recipe": vars(RECIPE),
-        "datasets": ["poems"],
-        "text": {"texts": {"poems": {"windows": 8}}},
-        "kept": "averaged",
+        "recipe": vars(RECIPE), "datasets": ["poems"], "text": {"texts": {"poems": {"windows": 8}}}, "kept": "averaged",
         "kl_nats_at_the_start": 0.5,
-    }
+    }  # fmt: skip
     said |= {"saved_pct_on_the_other_half": 25.4, "kl_nats_on_the_other_half": float(kl.mean())}
     replace(everybody, provenance=said).save(tmp_path / "mine.safetensors")
     written = card(tmp_path, "tiny")
@@ -422,12 +419,9 @@ def test_what_a_step_counts_as_saved_is_what_the_runtime_saves(monkeypatch, pred
     arch = architecture_of(tiny.load("llama"))
     predicting(monkeypatch, arch)
     made = TrainedGates(
-        (0, 1),
-        torch.randn(2, tiny.WIDTH, generator=torch.Generator().manual_seed(1)),
-        torch.zeros(2),
-        arch.n_layers,
+        (0, 1), torch.randn(2, tiny.WIDTH, generator=torch.Generator().manual_seed(1)), torch.zeros(2), arch.n_layers,
         predicts=predicts,
-    )
+    )  # fmt: skip
     row = IDS[:1, :24]
     with torch.no_grad(), apply(arch.model, [LearnedHalting(gates=made, protect_first=1, protect_last=2)]) as run:
         arch.model(row, logits_to_keep=1)

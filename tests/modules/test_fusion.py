@@ -418,13 +418,8 @@ def test_who_reads_the_fused_states_beats_the_model() -> None:
                              suppress_tokens=[1, 2], pad_token_id=0, attention_mask=torch.ones(48, 1))  # fmt: skip
     found: dict[str, list[torch.Tensor]] = {"dense": [], "fused": [], "answers": [], "window": []}
     options: dict[str, Any] = {
-        "start": 0.6,
-        "fused_share": 0.3,
-        "criterion": "random",
-        "max_group": 2,
-        "lookahead": True,
-        "rule": "capacity",
-    }
+        "start": 0.6, "fused_share": 0.3, "criterion": "random", "max_group": 2, "lookahead": True, "rule": "capacity",
+    }  # fmt: skip
     for seed in range(3):
         for name, execution in (("dense", "decide"), ("fused", "compact")):
             with torch.no_grad(), apply(model, [TokenFusion(seed=seed, **options)], execution=execution) as run:

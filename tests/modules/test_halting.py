@@ -118,11 +118,8 @@ def test_full_processing_beats_forced_halting_beats_the_rule(data: st.DataObject
     first, last = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 2))
     ids = (full_id + 2 * forced_id)[None]  # 3 is in both lists
     overrides: dict[str, Any] = {
-        "full_ids": [1, 3],
-        "forced_ids": [2, 3],
-        "full_mask": full_slot,
-        "forced_mask": forced_slot[None],
-    }
+        "full_ids": [1, 3], "forced_ids": [2, 3], "full_mask": full_slot, "forced_mask": forced_slot[None],
+    }  # fmt: skip
     share = float(by_rule.float().mean())
     options: dict[str, Any] = {"rule": rule, "window": (0.3, 0.3), "signal": "drift", "halted_share": share}
     halting = by_drift(0.5, protect_first=first, protect_last=last, **overrides, **options)
@@ -215,6 +212,13 @@ def test_halted_tokens_leave_nothing_unless_they_are_kept(data: st.DataObject) -
     slots = torch.arange(n)
     assert skipped[0].tolist() == (halted & ~keep_id & ~keep_slot & (slots >= first) & (slots < n - last)).tolist()
     assert skipping.causal == (last == 0)
+
+
+def test_before_the_minimum_depth_nothing_is_skipped() -> None:
+    """Fraction 0.5 of 10 layers: after the fifth (index 4) at the earliest."""
+    for layer in range(LAYERS - 2):
+        skipped = ask(KVSkipping(min_depth=0.5, protect_first=0), Pass([3]), layer, [[True] * 3])
+        assert bool(skipped.all()) == (layer >= 4)
 
 
 @given(

@@ -108,14 +108,6 @@ def test_other_sources_do_not_ask_the_head(source: Any, outcomes: int) -> None:
     assert bits[0] == (8 if source == "latent" else 4)  # all states equal: the greatest latent entropy, one bin
 
 
-def test_halted_tokens_get_no_bits() -> None:
-    one = Pass([6])
-    view, tokens = one.look(4)
-    tokens.halt(torch.tensor([[False, True] * 3]), missing_kv="project")
-    AdaptiveQuantization(bits=4).decide(view, tokens)
-    assert one.state.bits[0].tolist() == [4, 16] * 3
-
-
 @pytest.mark.parametrize(("depth", "layer"), [(0.5, 4), (0.2, 1), (0.0, 0), (0.85, 8)])
 def test_widths_are_decided_once_at_their_depth_or_after_every_later_layer(depth: float, layer: int) -> None:
     once, again = AdaptiveQuantization(bits=4, depth=depth), AdaptiveQuantization(bits=4, depth=depth, reassign=True)

@@ -14,12 +14,10 @@ from quicksilver.modules.signals import (
     Drift,
     Entropy,
     Position,
-    Random,
     Signal,
     UpdateNorm,
     lowest,
     make_signal,
-    pooled,
     signal_names,
 )  # fmt: skip
 
@@ -62,22 +60,6 @@ def test_histogram_entropy_counts_bins_of_the_standardised_state() -> None:
     assert peaked < even <= math.log(16)
 
 
-def test_chance_is_uniform_and_differs_by_seed_layer_slot_and_token() -> None:
-    ids = torch.randint(0, 50_000, (8, 512), generator=torch.Generator().manual_seed(0))
-    one = Pass([512] * 8, ids=ids)
-    draws = Random(1)(*one.look(4))
-    counts = torch.histc(draws, bins=16, min=0, max=1)
-    assert draws.max() < 1
-    assert draws.min() >= 0
-    assert (counts - 256).abs().max() < 5 * math.sqrt(256)
-    for other in (Random(2)(*one.look(4)), Random(1)(*one.look(5)), Random(1)(*Pass([512] * 8, ids=ids + 1).look(4))):
-        assert abs(float(torch.corrcoef(torch.stack([draws.flatten(), other.flatten()]))[0, 1])) < 0.08
-    assert abs(float(torch.corrcoef(torch.stack([draws[:, 1:].flatten(), draws[:, :-1].flatten()]))[0, 1])) < 0.08
-    assert not torch.equal(draws[0], draws[1])  # rows lose different positions
-    without_ids = Random(1)(*Pass([512] * 8).look(4))
-    assert torch.equal(without_ids[0], without_ids[1])  # nothing tells embeddings apart but their slot
-
-
 @given(SHAPES, st.integers(-2, 12))
 def test_lowest_takes_exactly_k_and_the_lowest(shape: tuple, k: int) -> None:
     lengths, extra, _, seed = shape
@@ -115,15 +97,3 @@ def test_signals_are_found_by_name_wherever_they_are_written() -> None:
     for name, cls in signal_names().items():
         assert cls.causal != (name in ("attention", "context"))
         assert cls.needs_attention == (name == "attention")
-
-
-@given(st.data(), st.integers(1, 3), st.integers(1, 12), st.sampled_from([1, 3, 5, 9]))
-def test_pooling_takes_the_greatest_of_the_active_tokens_around(data: st.DataObject, rows: int, n: int, size: int) -> None:
-    scores = torch.rand(rows, n, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
-    active = torch.tensor(data.draw(st.lists(st.lists(st.booleans(), min_size=n, max_size=n), min_size=rows, max_size=rows)))
-    found = pooled(scores, active, size)
-    for row in range(rows):
-        places = active[row].nonzero()[:, 0].tolist()
-        for i, place in enumerate(places):
-            around = places[max(0, i - size // 2) : i + size // 2 + 1]
-            assert found[row, place] == scores[row, around].max()

@@ -238,11 +238,8 @@ def test_the_null_stops_as_many_of_each_row() -> None:
 
 def test_the_sets_are_named_in_the_config(tmp_path) -> None:
     world = [
-        *make_world(tmp_path),
-        f"results_dir={tmp_path / 'results'}",
-        "modules=[word_class_halting]",
-        "protocol=continuation",
-    ]
+        *make_world(tmp_path), f"results_dir={tmp_path / 'results'}", "modules=[word_class_halting]", "protocol=continuation",
+    ]  # fmt: skip
     config = compose(world)
     tokenizer = RunContext().model(config).tokenizer
     (module,) = build_modules(config.modules, tokenizer)

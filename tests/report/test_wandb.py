@@ -193,16 +193,8 @@ def test_the_report_has_the_panels_the_sweeps_and_every_piece(results):
 
 def test_the_report_is_built_from_blocks(results):
     names = (
-        "TableOfContents",
-        "H1",
-        "MarkdownBlock",
-        "PanelGrid",
-        "Runset",
-        "ScatterPlot",
-        "BarPlot",
-        "MediaBrowser",
-        "LinePlot",
-    )
+        "TableOfContents", "H1", "MarkdownBlock", "PanelGrid", "Runset", "ScatterPlot", "BarPlot", "MediaBrowser", "LinePlot",
+    )  # fmt: skip
     fake = types.SimpleNamespace(**{name: lambda name=name, **about: (name, about) for name in (*names, "Report")})
     _, report = wandb_report.build("mine", "me", Collection(results), fake)
     assert (report["project"], report["entity"]) == ("mine", "me")

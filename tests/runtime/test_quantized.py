@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from quicksilver.runtime import ConfigError, UnsupportedModelError
 from quicksilver.runtime.cache import CacheLayer
 from quicksilver.runtime.quantized import linear
-from quicksilver.runtime.quantized.codes import STORED_AS, encode, pack, quantize_dequantize, unpack
+from quicksilver.runtime.quantized.codes import STORED_AS, encode, quantize_dequantize
 from quicksilver.runtime.quantized.linear import IntegerExecutor, SimulatedExecutor, encode_weight, kernel_for
 
 # On a processor without VNNI the executor says so; its numbers are tested all the same.
@@ -102,14 +102,6 @@ def test_what_is_not_finite_is_not_hidden() -> None:
         x[0, 3] = bad
         for bits in (2, 4, 8):
             assert not quantize_dequantize(x, bits, None).isfinite().all()
-
-
-@given(st.integers(1, 5), st.integers(1, 20), st.sampled_from([2, 4, 8]), st.integers(0, 99))
-def test_packing_loses_nothing_and_wastes_less_than_a_byte(rows: int, width: int, bits: int, seed: int) -> None:
-    code = torch.randint(0, 2**bits, (rows, width), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
-    packed = pack(code, bits)
-    assert packed.shape == (rows, -(-width * bits // 8))
-    assert torch.equal(unpack(packed, bits, width), code)
 
 
 # -- the cache -------------------------------------------------------------------------------------------------------------------

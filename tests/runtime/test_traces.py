@@ -1,9 +1,7 @@
 """A trace is what was decided: replays, files, counts. What is no trace is refused. That a replay is the run: test_any_run.py."""
 
-import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
@@ -15,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from thinning import draws
 from tiny import Batch, Hashed
 
-from quicksilver.runtime import CacheMerge, ConfigError, Eviction, Fusion, Precision, Trace, apply
+from quicksilver.runtime import ConfigError, Trace, apply
 
 controls = pytest.importorskip("quicksilver.modules.controls")
 
@@ -84,25 +82,6 @@ def test_a_saved_trace_is_plain_safetensors_the_same_bytes_each_time_and_may_be_
     Trace(5).save(tmp_path / "empty")
     loaded = Trace.load(tmp_path / "empty")
     assert (loaded.n_layers, loaded.passes) == (5, [])
-
-
-def test_every_kind_of_event_comes_back_from_disk(tmp_path: Path) -> None:
-    into = torch.tensor([[1, 1, 2, 3, 4, 5, 6, 7]])
-    events: dict[str, Any] = {
-        "fusions": (Fusion(1, into, into / 7),),
-        "precisions": (Precision(2, (into % 3).to(torch.uint8)), Precision(3, into.to(torch.uint8))),
-        "merges": (CacheMerge(0, into), CacheMerge(3, into.flip(1))),
-        "evictions": (Eviction(4, into > 3),),
-    }
-    made = dataclasses.replace(some_trace().passes[0], **events)
-    Trace(tiny.LAYERS, [made]).save(tmp_path / "events")
-    for found in (*Trace.load(tmp_path / "events").passes, made.row(0), made.cpu()):
-        for name, wanted in events.items():
-            for one, other in zip(getattr(found, name), wanted, strict=True):
-                assert (type(one), one.layer) == (type(other), other.layer)
-                of = {part: tensor for part, tensor in vars(other).items() if part != "layer"}
-                assert all(torch.equal(getattr(one, part), tensor) for part, tensor in of.items())
-                assert all(getattr(one, part).dtype == tensor.dtype for part, tensor in of.items())
 
 
 def test_what_is_no_trace_is_refused_by_name(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """A harness that runs no model, for commands that ask for records, and intervals of fewer draws, as in tests/report."""
 
-from __future__ import annotations
-
 from fake_harness import harness
 from fakes import fewer_draws
 

@@ -1,7 +1,5 @@
 """What is measured and fitted on calibration text: `calibrate` measures once; `fit` and `schedule` cut the windows they are asked for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

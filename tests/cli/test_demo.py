@@ -1,7 +1,5 @@
 """`quicksilver demo`: both ways on one text, with numbers of the ledgers, in colour where there is a terminal and in plain text elsewhere."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

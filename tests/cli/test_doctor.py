@@ -1,7 +1,5 @@
 """`quicksilver doctor`: what it prints is true of this machine, and a missing thing comes with its cost."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import platform
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A sweep over tasks that is killed, twice, and started again: every record once, and each as if nothing had been."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The entry point: every command is a class, light until it works, completed by the shell, and an exit code for every way to stop."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -122,29 +120,21 @@ def test_the_processes_of_torchrun_do_not_make_the_same_runs_twice(monkeypatch, 
 
 
 # --- completion: a shell asks for the words that may end a line, and every word it gets is one that the command takes -----------------
-
-
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("quicksilver re", {"report", "reproduce"}),
-        ("quicksilver reproduce ", {"table", "figure", "all"}),
-        ("quicksilver list f", {"figure"}),
-        ("quicksilver dev re", {"readme"}),
-        ("quicksilver reproduce table 1", {"1", "10", "11", "12", "13"}),
-        ("quicksilver budget sa", {"save="}),
-        ("quicksilver demo ", {"save=", "text=", "new_tokens=", "model=", "svg="}),
-        ("quicksilver run model=gpt2", {f"model={name}" for name in choices("model") if name.startswith("gpt2")}),
-        ("quicksilver claims dataset=wiki", {f"dataset={name}" for name in choices("dataset") if name.startswith("wiki")}),
-        (
-            "quicksilver run modules=[halting] modules.halting.tau_",
-            {"modules.halting.tau_drift=", "modules.halting.tau_entropy="},
-        ),
-        ("quicksilver run modules=[halting,kv_", {f"modules=[halting,{n}" for n in choices("modules") if n.startswith("kv_")}),
-        ("quicksilver run nothing_like_that", set()),
-        ("quicksilver nothing ", set()),
-    ],
-)
+@pytest.mark.parametrize(("line", "found"), [
+    ("quicksilver re", {"report", "reproduce"}),
+    ("quicksilver reproduce ", {"table", "figure", "all"}),
+    ("quicksilver list f", {"figure"}),
+    ("quicksilver dev re", {"readme"}),
+    ("quicksilver reproduce table 1", {"1", "10", "11", "12", "13"}),
+    ("quicksilver budget sa", {"save="}),
+    ("quicksilver demo ", {"save=", "text=", "new_tokens=", "model=", "svg="}),
+    ("quicksilver run model=gpt2", {f"model={name}" for name in choices("model") if name.startswith("gpt2")}),
+    ("quicksilver claims dataset=wiki", {f"dataset={name}" for name in choices("dataset") if name.startswith("wiki")}),
+    ("quicksilver run modules=[halting] modules.halting.tau_", {"modules.halting.tau_drift=", "modules.halting.tau_entropy="}),
+    ("quicksilver run modules=[halting,kv_", {f"modules=[halting,{n}" for n in choices("modules") if n.startswith("kv_")}),
+    ("quicksilver run nothing_like_that", set()),
+    ("quicksilver nothing ", set()),
+])  # fmt: skip
 def test_what_may_end_a_line(line, found):
     assert set(candidates(line)) == found
 

@@ -1,7 +1,5 @@
 """What makes no sense is one line that says what would, exit code 2 and nothing on stdout: of every command."""
 
-from __future__ import annotations
-
 import pytest
 from thinning import first
 
@@ -103,14 +101,11 @@ OPTUNA = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("before", "word", "said"),
-    [
-        *(([], *row) for row in ONE),
-        *first(((["-m", *DEPTHS, SWEPT], *row) for row in SWEEPS), 4),
-        *first(((["-m", "hydra/sweeper=optuna", *DEPTHS, DRAWN], *row) for row in OPTUNA), 5),
-    ],
-)
+@pytest.mark.parametrize(("before", "word", "said"), [
+    *(([], *row) for row in ONE),
+    *first(((["-m", *DEPTHS, SWEPT], *row) for row in SWEEPS), 4),
+    *first(((["-m", "hydra/sweeper=optuna", *DEPTHS, DRAWN], *row) for row in OPTUNA), 5),
+])  # fmt: skip
 def test_a_run_or_a_sweep_that_makes_no_sense(before, word, said, words, refused, tmp_path):
     assert said in refused("run", *words, *before, *word.split())
     assert not (tmp_path / "results" / "runs").exists()

@@ -1,7 +1,5 @@
 """`quicksilver reproduce`, the command behind `make reproduce-table`: what a person asks for, what goes wrong, what is said. No model is run here."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -209,8 +207,6 @@ def test_a_table_of_which_records_are_missing_never_overwrites_the_repositorys(h
 
 
 # --- against the committed table -------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def made(harness, capsys):
     table11(harness)
@@ -251,8 +247,6 @@ def test_the_committed_version_is_that_of_head(made, harness):
 
 
 # --- README ----------------------------------------------------------------------------------------------------------------
-
-
 def test_the_readme_takes_written_tables_and_figures(tmp_path):
     readme, results = tmp_path / "README.md", tmp_path / "results"
     readme.write_text(
@@ -300,7 +294,6 @@ def test_the_readme_takes_rows_alone_and_the_counts_of_verdicts(tmp_path):
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------------
-
 EXPERIMENTS = {
     "table01_data.py": """
 import pandas as pd

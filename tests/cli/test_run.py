@@ -1,7 +1,5 @@
 """`quicksilver run`: one run, a sweep, a mechanism of one's own, and what is said of mistakes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from quicksilver.cli import main as console

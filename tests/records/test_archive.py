@@ -1,7 +1,5 @@
 """Committed records: many in two files, read back as they were written, small, first to be found, and not believed once changed."""
 
-from __future__ import annotations
-
 import io
 import json
 import lzma
@@ -116,7 +114,6 @@ def test_columns_are_read_back_as_they_were_whatever_their_kind(columns, tmp_pat
 
 
 # --- records of runs that are committed -------------------------------------------------------------------------------------------
-
 HALTING = ["modules=[halting]", "modules.halting.tau_entropy=null", "modules.halting.tau_drift=0.9"]
 
 

@@ -1,7 +1,5 @@
 """What a record is of (configuration, data, weights, the user's own code, the version of the numbers), and what its run was set on."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 
@@ -70,7 +68,6 @@ def test_notes_say_it_once_for_all_rows(tmp_path):
 
 
 # --- identity ---------------------------------------------------------------------------------------------------------------------
-
 OF = Identity({"seed": 0, "modules": {"halting": {"tau": 1.0, "window": (0.2, 0.8)}}}, {"text": "a", "weights": "b"}, {}, 1)
 
 

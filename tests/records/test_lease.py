@@ -1,7 +1,5 @@
 """Leases: one holder at a time, on one machine and between machines that share nothing but a folder."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
@@ -136,8 +134,6 @@ def test_what_was_taken_between_a_look_and_the_removal_goes_back(path, monkeypat
 
 
 # --- the store of two machines -----------------------------------------------------------------------------------------------------
-
-
 FINGERPRINT = "beef" * 5
 
 

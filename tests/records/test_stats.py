@@ -1,7 +1,5 @@
 """Intervals: paired by window, the same in any order of windows, and refused where they would promise too much."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -78,20 +76,17 @@ def test_pairing_sees_what_separate_intervals_would_miss():
     assert 0 < paired.relative_pct_low < paired.relative_pct_high < 2
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda n, t, b: paired_perplexity(n[:7], t[:7], b[:7]), "at least 8 windows and there are 7"),
-        (lambda n, t, b: paired_perplexity(n, t, b[:-1]), "do not pair"),
-        (lambda n, t, b: paired_perplexity(n, t, b, t + 1), "different numbers of tokens"),
-        (lambda n, t, b: paired_perplexity(np.where(np.arange(len(n)) == 2, np.nan, n), t, b), "finite"),
-        (lambda n, t, b: paired_perplexity(n, t * 0, b), "at least one scored token"),
-        (lambda n, t, b: paired_perplexity(n, t, b, resamples=10), "at least 100 draws"),
-        (lambda n, t, b: paired_perplexity(n, t, b, confidence=1.0), "a share between 0 and 1"),
-        (lambda n, t, b: bootstrap(lambda x, y: (x - y).mean(-1), n, b[:-1]), "do not pair: the samples have 11, 12"),
-        (lambda n, t, b: sign_flip_p((n - b)[:7]), "at least 8 windows"),
-    ],
-)
+@pytest.mark.parametrize(("change", "says"), [
+    (lambda n, t, b: paired_perplexity(n[:7], t[:7], b[:7]), "at least 8 windows and there are 7"),
+    (lambda n, t, b: paired_perplexity(n, t, b[:-1]), "do not pair"),
+    (lambda n, t, b: paired_perplexity(n, t, b, t + 1), "different numbers of tokens"),
+    (lambda n, t, b: paired_perplexity(np.where(np.arange(len(n)) == 2, np.nan, n), t, b), "finite"),
+    (lambda n, t, b: paired_perplexity(n, t * 0, b), "at least one scored token"),
+    (lambda n, t, b: paired_perplexity(n, t, b, resamples=10), "at least 100 draws"),
+    (lambda n, t, b: paired_perplexity(n, t, b, confidence=1.0), "a share between 0 and 1"),
+    (lambda n, t, b: bootstrap(lambda x, y: (x - y).mean(-1), n, b[:-1]), "do not pair: the samples have 11, 12"),
+    (lambda n, t, b: sign_flip_p((n - b)[:7]), "at least 8 windows"),
+])  # fmt: skip
 def test_what_cannot_have_an_interval_gives_no_number(change, says):
     with pytest.raises(ConfigError, match=says):
         change(*draw_windows(0, 12))

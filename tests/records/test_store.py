@@ -1,7 +1,5 @@
 """Records appear whole or not at all: kills, races, full disks, damage."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math
@@ -291,8 +289,6 @@ def test_a_record_names_its_dense_one_or_says_that_it_is_gone(tmp_path):
 
 
 # --- numbers that cannot be so ----------------------------------------------------------------------------------------------------
-
-
 EDITS = {
     "not a number": ({"ppl": float("nan")}, "NaN is no number"),
     "not finite": ({"nll_nats": float("inf")}, "Infinity is no number"),

@@ -1,7 +1,5 @@
 """Composing many runs gives what Hydra gives for each, and says what Hydra's refusals say."""
 
-from __future__ import annotations
-
 import pytest
 import thinning
 from hydra.core.global_hydra import GlobalHydra
@@ -104,8 +102,6 @@ def test_a_hydra_that_runs_already_is_left_as_it_was():
 
 
 # --- words as a shell hands them on: any value that a person gives reaches the config as it was given
-
-
 @given(
     st.text(st.characters(codec="utf-8", exclude_characters=",$\n\r\0", exclude_categories=["C"]), min_size=1),
     st.sampled_from("é~#&"),

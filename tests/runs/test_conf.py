@@ -1,7 +1,5 @@
 """Every yaml in conf/ composes and means what its class means; every mistake is one message that helps."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from pathlib import Path

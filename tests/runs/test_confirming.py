@@ -1,7 +1,5 @@
 """records=checked: committed quality results are reused where the first windows are the same here."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Component latency, energy and deployment as passes of a run: what they put into a record, and that they are not there when off."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from pathlib import Path

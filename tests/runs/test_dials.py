@@ -1,7 +1,5 @@
 """Budgets on a tiny model: the dial is set on one text and used on another, and what cannot be had is refused with its numbers."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 
@@ -105,8 +103,6 @@ def test_of_a_grid_the_setting_of_least_kl_is_taken_and_all_are_noted(saving, wo
 
 
 # --- what is written ------------------------------------------------------------------------------------------------------------
-
-
 def frozen(found, folder: Path, words: list[str]):
     path = freeze(found, folder)
     return path, compose([f"hydra.searchpath=[file://{folder}]", *words, f"modules=[{path.stem}]", *found.dial.overrides[-1:]])
@@ -146,8 +142,6 @@ def test_a_calibration_of_ones_own_is_used_and_stays_in_the_config(percentile, w
 
 
 # --- the dials of conf/budget ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", choices("budget"))
 def test_every_dial_turns_from_end_to_end(name):
     dial = load_dial(name)
@@ -160,16 +154,13 @@ def test_every_dial_turns_from_end_to_end(name):
     assert compose(dial.at(dial.low)).modules != compose(dial.at(dial.high)).modules
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("overrides: [a]\nkeys: [b]\nlow: 1\nhigh: 2\nlower: 3\n", "lower"),
-        ("overrides: [a]\nkeys: [b]\nlow: 2\nhigh: 2\n", "low=2 and high=2 must be two ends"),
-        ("overrides: [a]\nkeys: [b]\nlow: 1\nhigh: 2\ngrid: {c: []}\n", "each of grid a list of values"),
-        ("overrides: [a]\nkeys: [b]\nlow: much\nhigh: 1\n", "is no dial"),
-        ("overrides: [a]\n", "is no dial"),
-    ],
-)
+@pytest.mark.parametrize(("content", "said"), [
+    ("overrides: [a]\nkeys: [b]\nlow: 1\nhigh: 2\nlower: 3\n", "lower"),
+    ("overrides: [a]\nkeys: [b]\nlow: 2\nhigh: 2\n", "low=2 and high=2 must be two ends"),
+    ("overrides: [a]\nkeys: [b]\nlow: 1\nhigh: 2\ngrid: {c: []}\n", "each of grid a list of values"),
+    ("overrides: [a]\nkeys: [b]\nlow: much\nhigh: 1\n", "is no dial"),
+    ("overrides: [a]\n", "is no dial"),
+])  # fmt: skip
 def test_a_yaml_that_is_no_dial_is_refused(tmp_path, content, said):
     path = tmp_path / "mine.yaml"
     path.write_text(content)
@@ -180,8 +171,6 @@ def test_a_yaml_that_is_no_dial_is_refused(tmp_path, content, said):
 
 
 # --- quicksilver budget ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_command_sets_freezes_and_reports(world, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(dials_module, "load_dial", lambda name: SHARE)
     results = tmp_path / "results"

@@ -1,7 +1,5 @@
 """Estimates: the operations are those of the ledgers, a shape needs no weights, and what fits nowhere is refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Every key of a run, and public calls, × values of the wrong kind: an error of one line, or a value that may stand there."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random
@@ -97,7 +95,6 @@ def test_an_empty_place_is_refused_or_means_none(key: str, value: str) -> None:
 
 
 # --- public calls ---------------------------------------------------------------------------------------------------------------
-
 WRONG_ARGUMENTS: list[Any] = ["0.2", "abc", None, float("nan"), -1, True, {}, object()]
 CALLS: dict[str, Callable[[Any], object]] = {
     "from_preset of a share": lambda value: Halting.from_preset(tiny.load("gpt2"), save=value),

@@ -1,8 +1,6 @@
 """Rows on their way to records: an error behind the last run neither loses the records nor is asked about for ever. Runs in several processes:
 who may, that each text stays with one process, and that what fails is left to be told."""
 
-from __future__ import annotations
-
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -78,8 +76,6 @@ def test_a_row_whose_kernel_is_wrong_here_says_why_and_the_table_is_whole(words,
 
 
 # --- in several processes ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def two_texts(words, tmp_path, monkeypatch):
     """Two runs on each of two texts, in this process; and which of them each worker was given."""

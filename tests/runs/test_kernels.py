@@ -1,7 +1,5 @@
 """Chosen kernels are measured once for a machine, kept, printed, in the record, and part of what a record is of."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

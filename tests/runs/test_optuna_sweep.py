@@ -1,7 +1,5 @@
 """Optuna draws runs: the study goes on where it was stopped, its front is what nothing beats, and what makes no sense is one line."""
 
-from __future__ import annotations
-
 import pytest
 
 import quicksilver.runs.run as harness_run

@@ -1,7 +1,5 @@
 """`model.parallel=tensor` under torchrun is a run like any other: one record, of the numbers of one process, with the ledgers of each."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -94,13 +92,10 @@ def test_two_processes_make_a_sweep_in_one_order_and_go_on_with_it(words, tmp_pa
     assert list(two["executed_flops"]) == list(one["executed_flops"])
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (["hydra/launcher=joblib"], "hydra/launcher=joblib: the processes of torchrun make the runs"),
-        (["model.parallel=null"], "Run 1 of the sweep has model.parallel=null, and each of the 2 processes"),
-    ],
-)
+@pytest.mark.parametrize(("more", "said"), [
+    (["hydra/launcher=joblib"], "hydra/launcher=joblib: the processes of torchrun make the runs"),
+    (["model.parallel=null"], "Run 1 of the sweep has model.parallel=null, and each of the 2 processes"),
+])  # fmt: skip
 def test_a_sweep_that_is_not_of_all_processes_is_refused_before_anything_is_loaded(
     words, more, said, tmp_path, monkeypatch, refused
 ):

@@ -79,12 +79,7 @@ IDLE = ("prompt_lookup", "bfloat16")
 TRAINED = ("learned_halting",)  # its gates belong to whole models: tests/fitting/test_gates.py
 WITH = {"kv_skipping": "halting", "kv_skipping_paper_c4": "halting"}  # these ask about tokens that halted
 TOGETHER = ("halting", "kv_skipping", "token_fusion", "adaptive_quantization")
-MEASURED = (
-    TOGETHER,
-    ("halting",),
-    ("token_fusion_capacity",),
-    ("heavy_hitter",),
-)  # cases that go through every pass without a clock
+MEASURED = (TOGETHER, ("halting",), ("token_fusion_capacity",), ("heavy_hitter",))  # they go through every pass without a clock
 
 TEXT = """
 Twice a day the sea rises and falls along most coasts. The moon pulls the water on the near side of the earth more strongly than it

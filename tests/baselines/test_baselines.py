@@ -218,9 +218,8 @@ def test_h2o_keeps_its_budget_at_every_step_of_decoding(criterion: str) -> None:
             for layer in range(tiny.LAYERS):
                 left = one.evicted(layer).tolist()
                 assert left == ([28 - 9, 18 - 9] if number == 0 else [1, 1])
-        assert (
-            run.kv_bytes.billed == 2 * 9 * tiny.LAYERS * 2 * 2 * 8 * 4
-        )  # rows, entries, layers, K and V, heads, head_dim, bytes
+        rows, entries, heads, head_dim = 2, 9, 2, 8
+        assert run.kv_bytes.billed == rows * entries * tiny.LAYERS * 2 * heads * head_dim * 4
 
 
 def test_an_evicted_entry_cannot_be_taken_back() -> None:

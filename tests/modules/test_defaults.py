@@ -44,9 +44,7 @@ def test_the_yaml_of_a_class_gives_its_defaults_and_says_nothing_itself(name: st
     assert {option: value for option, value in entry.items() if option != "_target_"} == canonical(defaults)
     (composed,) = build_modules(compose([f"modules=[{name}]"]).modules)
     ours = cls()
-    words = {
-        option for option in defaults if option.endswith("_ids") and defaults[option]
-    }  # words have ids with a tokenizer only
+    words = {option for option in defaults if option.endswith("_ids") and defaults[option]}  # have ids with a tokenizer only
     for option in set(defaults) - words:
         assert canonical(getattr(composed, option)) == canonical(getattr(ours, option)), option
 
@@ -119,6 +117,4 @@ def test_a_threshold_above_everything_warns_once_and_one_of_the_model_does_not()
     assert warned(Halting(tau_drift=1e6, tau_entropy=None, resume_layers=0)) == 1
     assert warned(Halting(tau_drift=1e6, tau_entropy=None, resume_layers=0), tokens=4) == 0  # so few may all halt by chance
     assert warned(Halting(tau_drift=1e-9, tau_entropy=None, resume_layers=0)) == 0
-    assert (
-        warned(Halting(tau_drift=[1e6] * tiny.LAYERS, tau_entropy=None, resume_layers=0)) == 0
-    )  # somebody chose one for each layer
+    assert warned(Halting(tau_drift=[1e6] * tiny.LAYERS, tau_entropy=None, resume_layers=0)) == 0  # somebody chose each

@@ -105,9 +105,7 @@ def strings() -> Iterator[tuple[str, str]]:
     folders = ("quicksilver", "experiments", "scripts", "studies")
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-        inside = {
-            id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values
-        }  # of a string that is told whole
+        inside = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}  # of a whole string
         for node in (node for node in nodes if id(node) not in inside):
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str)):
@@ -124,12 +122,8 @@ def is_there(name: str) -> bool:
 
 NAMED = {
     "files": (PLACE, 20, None, "a file of scripts/calibrate.py."),
-    "commands": (
-        COMMAND,
-        20,
-        {*console.commands(), "without"},
-        "run `quicksilver calibrat`",
-    ),  # "quicksilver without modules" is the harness
+    # "quicksilver without modules" is the harness
+    "commands": (COMMAND, 20, {*console.commands(), "without"}, "run `quicksilver calibrat`"),
     "targets": (TARGET, 5, set(TARGETS), "or `make calibrat`."),
     "modules": (MODULES, 20, {*choices("modules"), "NAME", "module"}, "give modules=[halting,haltin]"),
 }

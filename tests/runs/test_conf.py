@@ -197,9 +197,7 @@ def test_a_sweep_here_is_the_sweep_that_hydra_runs(experiment):
 def test_what_is_no_part_of_an_identity():
     assert compose([]).identity() == compose(["dataset.part=calibration"]).identity()  # the text's own digest tells them apart
     words = ["modules=[halting]", "seed=3", "execution=decide", "modules.halting.tau_drift=p10"]
-    assert (
-        compose(words).dense().identity() == compose([]).dense().identity()
-    )  # runs that differ in modules share their dense run
+    assert compose(words).dense().identity() == compose([]).dense().identity()  # all modules share their dense run
 
 
 def test_an_installed_package_finds_its_configs_inside_itself(tmp_path, monkeypatch):

@@ -175,9 +175,8 @@ def test_the_command_sets_freezes_and_reports(world, tmp_path, capsys, monkeypat
     monkeypatch.setattr(dials_module, "load_dial", lambda name: SHARE)
     results = tmp_path / "results"
     asked = ["save=[0.2,0.94]", "of=prompt_nominal", "halvings=2", "transfer=file", *world, "protocol.batch_size=5"]
-    assert (
-        console.main(["budget", *asked, f"results_dir={results}"]) == 1
-    )  # the second cannot be met; the first is reported all the same
+    # The second cannot be met; the first is reported all the same.
+    assert console.main(["budget", *asked, f"results_dir={results}"]) == 1
     out, err = capsys.readouterr()
     assert "cannot save 94% of prompt nominal FLOPs" in err
     assert "--config-dir" in out

@@ -111,9 +111,8 @@ def check(
     model: PreTrainedModel, batch: Batch, modules: list[RuntimeModule], data: st.DataObject, path: Path, whole: bool
 ) -> None:
     """whole: nothing is quantized and no decision hangs on the last digit, so a replay is the run to the bit and every product is counted."""
-    layers = (
-        data.draw(st.none() | st.sampled_from([(0,), (2,), (0, 3), (1, 2)])) if whole else None
-    )  # states stay packed between them
+    # States stay packed between decision layers.
+    layers = data.draw(st.none() | st.sampled_from([(0,), (2,), (0, 3), (1, 2)])) if whole else None
     if layers and not all(any(map(module.acts_at, layers)) for module in modules):
         layers = None
     options: dict[str, Any] = {"chunks": data.draw(st.none() | tiny.chunkings(batch.width)), "decision_layers": layers}
@@ -132,9 +131,8 @@ def check(
     assert not whole or flops.nominal <= flops.executed - flops.signals
     assert flops.nominal <= flops.dense_nominal
     assert flops.paper <= flops.dense_paper
-    if (
-        len(batch.rows) == 1 and whole
-    ):  # uneven rows are padded twice: tokens to the most active row, K/V of halted ones to the least
+    # Uneven rows are padded twice: tokens to the most active row, K/V of halted ones to the least.
+    if len(batch.rows) == 1 and whole:
         assert flops.executed - flops.signals <= masked.run.flops.executed - masked.run.flops.signals
     assert modules or (flops.nominal, flops.paper, flops.signals) == (flops.dense_nominal, flops.dense_paper, 0)
     if options["chunks"] is not None:

@@ -71,9 +71,7 @@ def test_the_cache_holds_what_was_projected_then_what_was_predicted(name: str, e
     assert len(translator.asked) == 1
     assert translator.asked[0][1] == (7 if execution == "compact" else 14)
     assert int(run.trace.passes[0].halted_kv.max()) == 4
-    kinds = (
-        model.config.layer_types if name == "gemma3" else [None] * arch.n_layers
-    )  # Gemma 3 has rotary factors of each kind of layer
+    kinds = model.config.layer_types if name == "gemma3" else [None] * arch.n_layers  # whose rotary factors are its own
     positions = torch.arange(BATCH.width)[None]
     rotaries = [
         None if name == "gpt2" else model.base_model.rotary_emb(frozen, positions, *filter(None, [kind])) for kind in kinds

@@ -41,9 +41,7 @@ def test_every_module_stands_in_it_under_both_protocols_and_does_something(found
     for name in set(choices("modules")) - set(golden.TRAINED):
         taken = 0
         for protocol in golden.MODELS:
-            (case,) = [case for key, case in found.items() if key.split(" ")[0].split("+")[0] == name and key.endswith(protocol)][
-                :1
-            ]
+            case = next(case for key, case in found.items() if key.split(" ")[0].split("+")[0] == name and key.endswith(protocol))
             if "refused" in case:
                 continue
             taken += 1

@@ -141,9 +141,7 @@ def test_the_search_takes_the_least_kl_of_what_saves_enough() -> None:
     found = search(judge, [zeros], 0.3, protect_last=(2, 6))
     assert [one.kl_nats for one in found] == sorted(one.kl_nats for one in found)
     assert all(one.saved_pct >= 30 for one in found)
-    assert found[0].kl_nats == pytest.approx(
-        float(judge.of(found[0].schedule.halting(translator=zeros.bound(judge.arch))).mean())
-    )
+    assert found[0].kl_nats == pytest.approx(float(judge.of(found[0].schedule.halting(translator=zeros.bound(arch))).mean()))
     with pytest.raises(ConfigError, match="from layer 2 saves 0.99"):
         search(judge, [zeros], 0.99)
 

@@ -287,9 +287,7 @@ def test_a_record_is_of_the_files_behind_its_gates(tmp_path):
 
 
 # -- their training ----------------------------------------------------------------------------------------------------------------
-RECIPE = GateRecipe(
-    layers=(0, 1), saves_pct=25.0, steps=24, prompt_tokens=24, protect_first=1, protect_last=2, learning_rate=0.05
-)
+RECIPE = GateRecipe((0, 1), saves_pct=25.0, steps=24, prompt_tokens=24, protect_first=1, protect_last=2, learning_rate=0.05)
 IDS = torch.randint(1, tiny.VOCABULARY, (8, 30), generator=torch.Generator().manual_seed(0))
 
 

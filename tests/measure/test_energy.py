@@ -19,9 +19,7 @@ class Machine:
 
     method, measured, grid_kg_per_kwh = "a test", True, 0.36
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, rest_w: tuple[float, ...] = (10.0, 10.0, 10.0), step_j: float = 0.0
-    ) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rest_w: tuple[float, ...] = (10.0, 10.0, 10.0), step_j: float = 0.0):
         self.now = self.joules = self.began_j = 0.0
         self.rests, self.step_j = iter(rest_w), step_j
         self.windows: list[str] = []

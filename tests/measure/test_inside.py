@@ -145,9 +145,7 @@ def test_a_record_holds_the_signals_of_its_texts(record):
         frame = record.signals(number)
         assert len(frame) == (LAYERS + 1) * len(text.tokens)
         assert frame[frame["layer"] == 3]["token"].tolist() == text.tokens
-        assert {"drift_relative", "dense_drift_relative", "entropy_nats", "dense_pca_2", "sdi_l2", "attributed_nats"} <= set(
-            frame
-        )
+        assert {"drift_relative", "dense_drift_relative", "entropy_nats", "dense_pca_2", "sdi_l2", "attributed_nats"} <= {*frame}
         assert frame["active"].dtype == bool
         halted = frame[~frame["active"]]
         assert (halted["drift_l2"] == 0).all()

@@ -122,9 +122,7 @@ def test_every_inequality_is_tested_at_every_depth():
     found = Bounds(windows=2, tokens=12, followed=3, iterations=2, depths=[0.4, 0.6]).run(bench)  # type: ignore[arg-type]
     assert len(found.gains) == tiny.LAYERS
     assert all(gain > 0 for gain in found.gains)
-    assert {(one.inequality, one.constants) for one in found.held} == {
-        (name, c) for name in INEQUALITIES for c in ("measured", "one")
-    }
+    assert {(one.inequality, one.constants) for one in found.held} == {(n, c) for n in INEQUALITIES for c in ("measured", "one")}
     measured = found.of("fusion", "measured", found.held[0].layer)
     assert measured.bound_ratio == pytest.approx(
         found.of("fusion", "one", measured.layer).bound_ratio * found.gains[measured.layer], rel=1e-4

@@ -66,9 +66,7 @@ def one_by_one(distance: list[float], size: list[float], max_group: int | None, 
 @given(
     st.integers(1, 40), st.integers(0, 999), st.sampled_from([None, 2, 3, 5]), st.none() | st.integers(0, 12), st.floats(0, 0.4)
 )
-def test_the_closest_are_joined_first_as_if_one_by_one(
-    n: int, seed: int, max_group: int | None, k: int | None, holes: float
-) -> None:
+def test_the_closest_are_joined_first_as_if_one_by_one(n: int, seed: int, max_group: int | None, k: int | None, holes: float):
     generator = torch.Generator().manual_seed(seed)
     distance = torch.rand(2, n, generator=generator)
     active = torch.rand(2, n, generator=generator) >= holes / 2

@@ -188,9 +188,7 @@ def test_presets_are_the_paper_as_printed() -> None:
 BATCH = tiny.Batch((tuple(range(1, 21)), tuple(range(30, 44))))
 
 
-def ask(
-    skipping: KVSkipping, one: Pass, layer: int, halted: list[list[bool]] | None = None, **seen: torch.Tensor
-) -> torch.Tensor:
+def ask(skipping: KVSkipping, one: Pass, layer: int, halted: list | None = None, **seen: torch.Tensor) -> torch.Tensor:
     """What `skipping` does after `layer`, once `halted` have: (B, N) bool, who has no K/V in the next layer."""
     skipping.bind(architecture(one.n_layers))
     view, tokens = one.look(layer, **seen)

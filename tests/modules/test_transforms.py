@@ -137,9 +137,7 @@ SDPA = [family for family in tiny.FAMILIES if family not in tiny.EAGER_ONLY]
 @pytest.mark.parametrize("family", tiny.thinned(SDPA))
 @given(data=st.data(), block=st.integers(1, 20))
 @settings(max_examples=draws(6))
-def test_halted_runs_are_the_same_in_blocks_and_their_work_is_what_is_counted(
-    family: str, data: st.DataObject, block: int
-) -> None:
+def test_halted_runs_are_the_same_in_blocks_and_their_work_is_what_is_counted(family: str, data: st.DataObject, block: int):
     model = tiny.load(family)
     batch = data.draw(tiny.batches())
     modules = data.draw(tiny.policies())

@@ -41,9 +41,7 @@ WIDE = (
     Column("a long heading over one", "v", lambda row: (f"{row['value']:.2f}", "second line"), expendable=1),
     Column("", "w", lambda row: ("x" * 30,), expendable=2),
 )
-SHEET = Table(
-    "t", "Title & more", PRINTED, (Panel("a", "Panel a", WIDE, ("note: 100%",)), Panel("b", "Panel b", WIDE)), ("legend",)
-)
+SHEET = Table("t", "T & more", PRINTED, (Panel("a", "Panel a", WIDE, ("note: 100%",)), Panel("b", "Panel b", WIDE)), ("legend",))
 
 
 def test_the_same_frame_gives_the_same_bytes_and_nothing_else_is_left_behind(tmp_path):

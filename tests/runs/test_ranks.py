@@ -96,9 +96,7 @@ def test_two_processes_make_a_sweep_in_one_order_and_go_on_with_it(words, tmp_pa
     (["hydra/launcher=joblib"], "hydra/launcher=joblib: the processes of torchrun make the runs"),
     (["model.parallel=null"], "Run 1 of the sweep has model.parallel=null, and each of the 2 processes"),
 ])  # fmt: skip
-def test_a_sweep_that_is_not_of_all_processes_is_refused_before_anything_is_loaded(
-    words, more, said, tmp_path, monkeypatch, refused
-):
+def test_a_sweep_that_is_not_of_all_processes_is_refused_before_a_load(words, more, said, tmp_path, monkeypatch, refused):
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     asked = [*words, "seed=0,1", f"results_dir={tmp_path / 'two'}"]

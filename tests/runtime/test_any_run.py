@@ -107,9 +107,7 @@ def test_of_any_mechanisms_together(
     check(exact(family), data.draw(ragged()), data.draw(drawn(names)), data, path, whole=False)
 
 
-def check(
-    model: PreTrainedModel, batch: Batch, modules: list[RuntimeModule], data: st.DataObject, path: Path, whole: bool
-) -> None:
+def check(model: PreTrainedModel, batch: Batch, modules: list[RuntimeModule], data: st.DataObject, path: Path, whole: bool):
     """whole: nothing is quantized and no decision hangs on the last digit, so a replay is the run to the bit and every product is counted."""
     # States stay packed between decision layers.
     layers = data.draw(st.none() | st.sampled_from([(0,), (2,), (0, 3), (1, 2)])) if whole else None

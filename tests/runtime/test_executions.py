@@ -72,9 +72,7 @@ def test_what_is_decided_alone_is_what_is_executed_where_the_first_decision_is_t
 @given(row=tiny.token_ids(2, 14), halt=st.sampled_from([0.2, 0.5]), seed=st.integers(0, 99), resume=st.integers(0, 2))
 @settings(max_examples=draws(5))
 @torch.no_grad()
-def test_halting_by_hand(
-    name: str, missing_kv: str, execution: str, row: tuple[int, ...], halt: float, seed: int, resume: int
-) -> None:
+def test_halting_by_hand(name: str, missing_kv: str, execution: str, row: tuple[int, ...], halt: float, seed: int, resume: int):
     """The plain layers one after the other, with a mask that hides dropped keys and a `where` that freezes states."""
     model, batch = tiny.load(name, "eager"), Batch((row,))
     policy = Hashed(halt, missing_kv=missing_kv, resume_layers=resume, seed=seed)
@@ -160,9 +158,7 @@ class Attention(TokenPolicy):
 @given(batch=tiny.batches(low=2), last_queries=st.sampled_from([1, 3, None]), reduce=st.sampled_from(["mean", "max"]))
 @settings(max_examples=draws(4))
 @torch.no_grad()
-def test_attention_received_is_the_models_own(
-    name: str, attention: str, batch: Batch, last_queries: int | None, reduce: str
-) -> None:
+def test_attention_received_is_the_models_own(name: str, attention: str, batch: Batch, last_queries: int | None, reduce: str):
     changes = {"gpt2-unscaled": {"scale_attn_weights": False}, "gpt2-by-layer": {"scale_attn_by_inverse_layer_idx": True}}
     model = tiny.build("gpt2", **changes[name]) if name in changes else tiny.load(name, attention)
     model.set_attn_implementation("eager")

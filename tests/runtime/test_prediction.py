@@ -73,9 +73,7 @@ def test_the_cache_holds_what_was_projected_then_what_was_predicted(name: str, e
     assert int(run.trace.passes[0].halted_kv.max()) == 4
     kinds = model.config.layer_types if name == "gemma3" else [None] * arch.n_layers  # whose rotary factors are its own
     positions = torch.arange(BATCH.width)[None]
-    rotaries = [
-        None if name == "gpt2" else model.base_model.rotary_emb(frozen, positions, *filter(None, [kind])) for kind in kinds
-    ]
+    rotaries = [None if name == "gpt2" else model.base_model.rotary_emb(frozen, positions, *filter(None, [of])) for of in kinds]
     for layer, store in enumerate(cache.layers):
         keys, values = (part[:, :, 1::2] for part in store.padded())
         if layer <= AT + 1:  # exact: the state that was frozen enters this layer

@@ -51,7 +51,5 @@ def test_files_of_others_are_read_by_these_functions_alone() -> None:
         "runtime/reading.py", "records/store.py", "records/archive.py", "data/windows.py", "report/site/pages.py",
         "fitting/training.py",
     }  # fmt: skip
-    found = {
-        path.relative_to(folder).as_posix() for path in folder.rglob("*.py") if "json.load" in path.read_text(encoding="utf-8")
-    }
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*.py") if "json.load" in path.read_text(encoding="utf-8")}
     assert found <= own

@@ -66,9 +66,7 @@ def test_without_a_decision_the_logits_are_the_plain_models_bit_for_bit(name: st
 @given(data=st.data())
 @settings(max_examples=draws(3))
 @torch.no_grad()
-def test_without_a_module_a_left_padded_batch_is_the_plain_models_bit_for_bit(
-    name: str, attention: str, data: st.DataObject
-) -> None:
+def test_without_a_module_a_left_padded_batch_is_the_plain_models_bit_for_bit(name: str, attention: str, data: st.DataObject):
     model = tiny.load(name, attention)
     batch = data.draw(tiny.batches(high=12, padded=True))
     chunks = data.draw(tiny.chunkings(batch.width))

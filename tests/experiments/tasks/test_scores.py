@@ -115,9 +115,7 @@ def test_classes_compose_and_their_nulls_stand_beside_them() -> None:
     rows = drawn.rows()
     assert {need for row in rows for need in row.needs} <= set(choices("modules"))
     keys = {row.key for row in rows}
-    assert {
-        f"sst2.{words}.{depth}{null}" for words in drawn.CLASSES for depth in drawn.DEPTHS for null in ("", ".random")
-    } <= keys
+    assert {f"sst2.{kind}.{depth}{null}" for kind in drawn.CLASSES for depth in drawn.DEPTHS for null in ("", ".random")} <= keys
     config = compose([*rows[-1].defaults, *rows[-1].overrides])
     assert config.modules["word_class_halting"]["halted"] == "content"
     assert find("figure", "3") == find("figure", "18")

@@ -87,9 +87,7 @@ def test_a_setting_that_is_said_to_be_in_conf_is_there_with_its_number(subtests)
 
 
 def test_every_table_with_numbers_has_entries():
-    there = {
-        int(number) for claim in CLAIMS for place in (claim.place, *claim.also) for number in re.findall(r"Table (\d+)", place)
-    }
+    there = {int(n) for claim in CLAIMS for place in (claim.place, *claim.also) for n in re.findall(r"Table (\d+)", place)}
     assert there == set(range(1, 14)) - {1, 6}  # attributes and criteria: words
 
 

@@ -14,7 +14,7 @@ from quicksilver.modules import Calibration, Halting, KVSkipping, calibrate, cal
 from quicksilver.modules.calibration import SIGNALS, calibration_path
 from quicksilver.modules.fitted import model_digest
 from quicksilver.modules.signals import AttentionReceived, Drift, Entropy
-from quicksilver.runtime import ConfigError
+from quicksilver.runtime import ConfigError, LayerView, TokenPolicy, TokenState
 from quicksilver.runtime.architecture import architecture_of
 
 WINDOWS = torch.randint(0, tiny.VOCABULARY, (6, 24), generator=torch.Generator().manual_seed(0))
@@ -49,6 +49,40 @@ def test_percentiles_are_those_of_the_measured_values(of_llama: Calibration) -> 
             row = of_llama.percentiles[key][layer]
             np.testing.assert_allclose(row, np.percentile(values.flatten().numpy(), range(1, 100)), rtol=1e-3, atol=1e-5)
     assert all(rows[-1] is None for rows in of_llama.percentiles.values())  # nothing halts after the last layer
+
+
+class Attended(TokenPolicy):
+    """Notes the attention of the tokens that halt, by layer."""
+
+    priority = 60
+    causal = False  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.noted: dict[int, list[float]] = {}
+
+    def wants_attention(self, layer: int) -> bool:
+        return True
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        received = view.attention_received(4, "max")
+        values = self.noted.setdefault(view.layer, [])
+        for row in range(len(received)):
+            taking_part = (tokens.active | tokens.newly_halted)[row].nonzero().flatten().tolist()
+            halted = tokens.newly_halted[row].nonzero().flatten().tolist()
+            values += [float(received[row, column]) for column in halted if column not in taking_part[-4:]]  # those observe
+
+
+def test_attention_is_that_of_halted_tokens(of_llama: Calibration) -> None:
+    """C.3. Halted: drift and entropy both below their 25th percentile."""
+    noting = Attended()
+    halting = Halting(tau_drift="p25", tau_entropy="p25", calibration=of_llama, resume_layers=0)
+    tiny.forward(tiny.load("llama"), tiny.Batch(tuple(map(tuple, WINDOWS.tolist()))), [halting, noting])
+    assert any(noting.noted.values())
+    for layer, row in enumerate(of_llama.percentiles["attention-max-4-halted"]):
+        values = noting.noted.get(layer, [])
+        assert (row is None) == (not values)
+        if row is not None:
+            np.testing.assert_allclose(row, np.percentile(values, range(1, 100)), rtol=1e-4, atol=1e-6)
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, of_llama: Calibration) -> None:

@@ -63,6 +63,16 @@ def test_capacity_halts_exactly_k_of_each_row(
             assert int(one.halted(layer)[row].sum()) == min(k, max(0, n - 2)), (layer, row)
 
 
+def test_capacity_halts_the_lowest_scores() -> None:
+    attention = torch.tensor([[0.9, 0.1, 0.8, 0.2, 0.3, 0.7, 0.05, 0.05]])
+    one = Pass([8])
+    halting = capacity(signal={"name": "attention", "last_queries": 2}, schedule="one_shot", halted_share=0.5, window=(0.0, 0.5))
+    halting.bind(architecture())
+    assert [halting.wants_attention(layer) for layer in range(3)] == [True, False, False]
+    halting.decide(*one.look(0, attention=attention))
+    assert one.halted(0)[0].tolist() == [False, True, False, True, True, True, False, False]
+
+
 def test_layers_that_are_not_asked_are_made_up_for() -> None:
     """`decision_layers`: the next layer that is asked halts what the schedule has reached by then."""
     everywhere, sometimes = Pass([10]), Pass([10])

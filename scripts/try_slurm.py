@@ -28,7 +28,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -284,13 +284,14 @@ def one_run(folder: Path, windows: int) -> dict[str, float | int]:
     Raises:
         Trouble: the record is missing, or another than that of one process; more than two blocks were computed twice.
     """
-    found: dict[str, float | int] = {"windows": windows}
-    with slurm(folder / "slurm") as environment:
+    found: dict[str, float | int] = {"windows": windows, "load_before": os.getloadavg()[0]}
+    with slurm(folder / "slurm") as environment, ExitStack() as at_the_end:
         sweeping = Sweeping(folder, environment, 1, windows, layers=12, window=192)
         results, log = folder / "shared", folder / "shared.log"
         watcher, looker = Watcher(results, 1, workers=2), BlockWatcher(results)
         looker.start()
         heads = [sweeping.start("shared", 2)]
+        at_the_end.callback(lambda: heads[-1].kill())
         node = socket.gethostname().partition(".")[0]
 
         def slurm_does(*words: str) -> None:
@@ -333,7 +334,8 @@ def one_run(folder: Path, windows: int) -> dict[str, float | int]:
         def the_node() -> None:
             slurm_does("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=trial")
             time.sleep(3)
-            slurm_does("scontrol", "update", f"NodeName={node}", "State=RESUME")
+            with suppress(subprocess.CalledProcessError):  # it came back by itself
+                slurm_does("scontrol", "update", f"NodeName={node}", "State=RESUME")
 
         for kill in (the_worker, the_head, the_time, the_memory, the_node):
             over = more_blocks()

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 
 from quicksilver.data.windows import check_context
 from quicksilver.measure.latency import shared_weight_copy
+from quicksilver.models.memory_check import free_memory_bytes
 from quicksilver.runtime.architecture import Architecture, architecture_of
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.ledger import Flops, PassWork, head_flops, pass_flops
@@ -40,7 +41,9 @@ if TYPE_CHECKING:
 # Rows of logits turned to float32 at a time. The model's logits of a batch are the largest tensor of a pass already
 # (8 × 511 × 50257 float32: 0.8 GB); a float32 copy and a softmax of all of it would triple the peak.
 _ROWS_AT_A_TIME = 256
-KEPT_BYTES = 2**30  # dense logits that are kept for the null and for the next run; what is beyond is computed again
+KEPT_BYTES = (
+    2**30
+)  # of dense logits, and a quarter of what is free, are kept for the null and the next run; the rest is computed again
 BLOCK_WINDOWS = 32
 
 
@@ -408,8 +411,9 @@ class DenseLogits:
         model: the model of the run, whose weights it shares; not under `apply` yet.
     """
 
-    def __init__(self, model: PreTrainedModel, protocol: Protocol, kept_bytes: int = KEPT_BYTES) -> None:
-        self._model, self._protocol, self._left = shared_weight_copy(model), protocol, kept_bytes
+    def __init__(self, model: PreTrainedModel, protocol: Protocol, kept_bytes: int | None = None) -> None:
+        self._model, self._protocol = shared_weight_copy(model), protocol
+        self._left = min(KEPT_BYTES, free_memory_bytes() // 4) if kept_bytes is None else kept_bytes
         self._kept: dict[int, list[torch.Tensor]] = {}
 
     def calls(self, first_window: int, batch: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -93,25 +94,24 @@ class Board:
         return f"{self.sweep.manifest.name}: {', '.join(said)}; {', '.join(doing)}"
 
     def text(self, width: int | None = None) -> str:
-        """The headline and the table, for a terminal of so many columns."""
-        from rich.console import Console
-        from rich.table import Table
-
+        """The headline and the table, for a terminal of so many columns: what is too long for the last one goes on below."""
         rows, axes = self.rows(), self.sweep.manifest.axes
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for title in ("run", *(axis.rpartition(".")[2] for axis in axes)):
-            table.add_column(title, overflow="fold")
-        table.add_column("state")
-        for title in _NUMBERS.values():
-            table.add_column(title, justify="right")
-        table.add_column("record, or why not", overflow="fold")
+        lines = [["run", *(axis.rpartition(".")[2] for axis in axes), "state", *_NUMBERS.values(), "record, or why not"]]
         for row in rows:
             settings = (row["settings"].get(axis, "") for axis in axes)
-            table.add_row(str(row["number"]), *settings, row["state"], *(cell(row, key) for key in _NUMBERS), _about(row))
-        console = Console(width=width or 200, no_color=True, highlight=False, markup=False, soft_wrap=False)
-        with console.capture() as capture:
-            console.print(table)
-        return "\n".join((self.headline(rows), *(line.rstrip() for line in capture.get().splitlines())))
+            lines.append([str(row["number"]), *settings, row["state"], *(cell(row, key) for key in _NUMBERS), _about(row)])
+        wide = [max(map(len, column)) for column in zip(*(line[:-1] for line in lines), strict=True)]
+        words = len(wide) - len(_NUMBERS)  # these columns hold words, and stand to the left
+        left = sum(wide) + 2 * len(wide)
+        said = [self.headline(rows)]
+        for line in lines:
+            cells = (
+                text.ljust(to) if at < words else text.rjust(to) for at, (text, to) in enumerate(zip(line, wide, strict=False))
+            )
+            last = textwrap.wrap(line[-1], max(20, (width or 200) - left)) or [""]
+            said.append("  ".join((*cells, last[0])).rstrip())
+            said += [" " * left + more for more in last[1:]]
+        return "\n".join(said)
 
     def changed(self) -> None:
         """Something did: the page is written anew, now or by a later `catch_up`."""

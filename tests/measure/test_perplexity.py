@@ -168,17 +168,18 @@ def test_scoring_compares_the_positions_that_it_scores(family: str, protocol: Pr
     assert scores.windows["kl_nats"].min() > 0
 
 
-def test_what_is_kept_is_what_is_computed_and_no_more_than_allowed():
+def test_what_is_kept_is_what_is_computed_and_no_more_than_allowed(monkeypatch):
+    monkeypatch.setattr("quicksilver.measure.perplexity.free_memory_bytes", lambda: 4 * 2 * 15 * tiny.VOCABULARY * 4)
     model, ids = tiny.load("gpt2"), IDS
     forwards = []
-    for kept_bytes in (0, 2 * 15 * tiny.VOCABULARY * 4, 2**30):
+    for kept_bytes in (0, 2 * 15 * tiny.VOCABULARY * 4, 2**30, None):
         dense = DenseLogits(model, ALL, kept_bytes)
         calls: list[int] = []
         dense._model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         columns = [score(model, ids, ALL, modules=[tiny.Hashed()], dense=dense).windows["kl_nats"].tolist() for _ in range(2)]
         assert columns[0] == columns[1]
         forwards.append(len(calls))
-    assert forwards == [6, 5, 3]  # three batches, twice; the first kept; all kept
+    assert forwards == [6, 5, 3, 5]  # three batches, twice; the first kept; all kept; a quarter of what is free
 
 
 def test_the_dense_model_stays_dense_while_the_run_s_weights_are_exchanged():

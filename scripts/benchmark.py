@@ -583,22 +583,13 @@ def lm_eval(o: Options) -> Iterator[Row]:
 
 # -- all of them, and their page -------------------------------------------------------------------------------------------------
 
-# A part's words, and what it writes: those without a name are given the folder.
+# A part's words. It writes what its benchmark does, those about prediction into a file of their own.
 PARTS = {
-    "runtime": (
-        "runtime --only none decay fusion decide generate repeat --dtypes float32 --batch 4 --decay-layers 8 --new-tokens 17",
-        "benchmark.json",
-    ),
-    "prediction": (
-        "runtime --only predicted --dtypes float32 --shapes gpt2-large --repeats 3 --new-tokens 17",
-        "benchmark_prediction_gpt2-large.json",
-    ),
-    "quantization": (
-        "quantization --batch 4 --sequence 256 --layers 2 --decode-layers 12 --kernel-rows 1024 --repeats 3",
-        "benchmark_quantization.json",
-    ),
-    "break_even": ("break_even --cell-seconds 0.5", ""),
-    "scaling": ("scaling --repeats 3", ""),
+    "runtime": "runtime --only none decay fusion decide generate repeat --dtypes float32 --batch 4 --decay-layers 8 --new-tokens 17",
+    "prediction": "runtime --only predicted --dtypes float32 --shapes gpt2-large --repeats 3 --new-tokens 17",
+    "quantization": "quantization --batch 4 --sequence 256 --layers 2 --decode-layers 12 --kernel-rows 1024 --repeats 3",
+    "break_even": "break_even --cell-seconds 0.5",
+    "scaling": "scaling --repeats 3",
 }
 TITLES = {  # of the page, by the beginning of a file's name
     "benchmark_prediction": "Dropped, then predicted, on true shapes",
@@ -626,8 +617,8 @@ def all_parts(o: Options) -> int:
             notes[part] = f"the {o.minutes:g} minutes were over"
             continue
         print(f"[{part}]", flush=True)
-        started, words = time.monotonic(), [*PARTS[part][0].split(), *getattr(o, part).split()]
-        code = run_part(words, o.output / PARTS[part][1])
+        started, words = time.monotonic(), [*PARTS[part].split(), *getattr(o, part).split()]
+        code = run_part(words, o.output / _written(part))
         ran[part] = f"{time.monotonic() - started:.0f} s (`benchmark.py {' '.join(words)}`)"
         if code:
             notes[part] = f"{words[0]} ended with exit code {code}"
@@ -637,6 +628,12 @@ def all_parts(o: Options) -> int:
     for part, why in notes.items():
         print(f"{part}: not measured, {why}.", file=sys.stderr)
     return 1 if notes else 0
+
+
+def _written(part: str) -> str:
+    """Where in the folder a part writes; those without a name of their own are given the folder."""
+    written = BENCHMARKS[PARTS[part].split()[0]][1]
+    return "benchmark_prediction_gpt2-large.json" if part == "prediction" else written.name * (written.suffix == ".json")
 
 
 def run_part(words: Sequence[str], output: Path) -> int:

@@ -27,6 +27,7 @@ from quicksilver.studies.token_halting.runs import MORE, PARTS, Plan, SeedRuns, 
 
 ROOT = Path(__file__).resolve().parent.parent
 HELD_WINDOWS = 32
+PLANNED = ("scenes", "validation", "steps", "tuning_steps", "tokens")  # sizes of the study
 
 
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -46,11 +47,9 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     ask("--checkpoints", type=Path, default=ROOT / "outputs" / "detection")
     ask("--output", type=Path, default=ROOT / "results" / "detection")
     ask("--folder", type=Path, help="of KITTI or nuScenes, instead of made scenes (give --checkpoints and --output, too)")
-    ask("--scenes", type=int, default=Plan().scenes)
-    ask("--validation", type=int, default=Plan().validation)
-    ask("--steps", type=int, default=Plan().steps)
-    ask("--tuning-steps", type=int, default=Plan().tuning_steps)
-    ask("--tokens", type=float, default=Plan().tokens, help="share of token-layers that gates are trained for")
+    for name in PLANNED:
+        given, said = getattr(Plan(), name), "share of token-layers that gates are trained for" if name == "tokens" else None
+        ask(f"--{name.replace('_', '-')}", type=type(given), default=given, help=said)
     language = what.add_parser("language", help="gates of a frozen language model")
     ask = language.add_argument
     ask("--model", default="reference-gpt2", help="a choice of conf/model")
@@ -77,10 +76,8 @@ def progress(name: str, steps: range) -> Iterable[int]:
 
 
 def detection(options: argparse.Namespace) -> None:
-    plan = Plan(
-        scenes=options.scenes, validation=options.validation, steps=options.steps, tuning_steps=options.tuning_steps,
-        tokens=options.tokens, seeds=tuple(options.seeds), folder=options.folder,
-    )  # fmt: skip
+    sizes = {name: getattr(options, name) for name in PLANNED}
+    plan = Plan(**sizes, seeds=tuple(options.seeds), folder=options.folder)
     if options.processes < 1:
         raise ConfigError(f"processes={options.processes}: give at least 1.")
     finished = options.timing_only or options.cost_only

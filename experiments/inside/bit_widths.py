@@ -19,6 +19,7 @@ from .. import drawing as draw
 from . import sentences
 
 TEXT = sentences.SENTENCE
+_RUNS = sentences.runs("quantization")
 UNTOUCHED = "untouched"  # in the model's own dtype
 UNTOUCHED_BITS = 16  # as records write it, whatever the dtype is
 # How a token is held in a layer. From dark to light: readable in grey.
@@ -61,11 +62,7 @@ def held_keys(present: Iterable[str], dtype: str) -> list[Patch]:
     return draw.keys_of(looks, present, words, edgecolor="#808080", linewidth=0.5)
 
 
-def _runs() -> list[Any]:
-    return [sentences.quantization()]
-
-
-@artefact(_runs, sentences.READ)
+@artefact(_RUNS, sentences.READ)
 def figure13_bit_widths(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Figure 13: bit-width of each token by layer, from the layer at which widths are decided."""
     record = sentences.measured(outcomes, "quantization")
@@ -117,7 +114,7 @@ def assigned(record: Record, text: int, decided: int) -> pd.DataFrame:
     return after.assign(text=text, width_bits=then["bits"])
 
 
-@artefact(_runs, sentences.read_of_windows("run.entropy_nats"))
+@artefact(_RUNS, sentences.read_of_windows("run.entropy_nats"))
 def figure14_precision_by_entropy(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Figure 14: entropy of each token where widths are decided, and the width it gets."""
     record = sentences.measured(outcomes, "quantization")
@@ -171,7 +168,7 @@ def _shares(axes: Axes, windows: pd.DataFrame) -> None:
 # --- Figure 19 --------------------------------------------------------------------------------------------------------------------
 
 
-@artefact(_runs, sentences.read_of_windows("dense.entropy_nats"))
+@artefact(_RUNS, sentences.read_of_windows("dense.entropy_nats"))
 def figure19_entropy_and_widths(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Figure 19: entropy by layer as histograms, and the bit-widths that come of it, on running text."""
     record = sentences.measured(outcomes, "quantization")

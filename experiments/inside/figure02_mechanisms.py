@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from quicksilver.records.record import Record
-from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.artefacts import Outcome
 from quicksilver.report.figure import GREY, PALETTE, Figure, panels, style
 
 from .. import drawing as draw
@@ -35,9 +35,7 @@ KINDS: dict[str, tuple[str, str, Any, str]] = {
 }
 
 
-def rows() -> list[Row]:
-    """The runs of figures 9, 10, 11 and 13."""
-    return [sentences.overridden(), sentences.everything(), sentences.fusing(), sentences.quantization()]
+rows = sentences.runs(*PANELS)  # those of figures 9, 10, 11 and 13
 
 
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:

@@ -20,7 +20,7 @@ from scipy.stats import spearmanr
 from quicksilver.data.annotation import FUNCTION_OR_CONTENT, word_classes
 from quicksilver.records.record import Record
 from quicksilver.records.stats import bootstrap
-from quicksilver.report.artefacts import Outcome, Row, artefact
+from quicksilver.report.artefacts import Outcome, artefact
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate
 from quicksilver.report.figure import DASHES, DIVERGING, HATCHES, MARKERS, PALETTE, SEQUENTIAL, Figure, panels, style
@@ -29,11 +29,7 @@ from .. import drawing as draw
 from . import sentences
 
 TEXT = sentences.SENTENCE
-
-
-def _runs() -> list[Row]:
-    return [sentences.halting()]
-
+_RUNS = sentences.runs("halting")
 
 # --- Figure 9: drift by layer -----------------------------------------------------------------------------------------------------
 
@@ -45,7 +41,7 @@ KINDS = {
 NAMED = 6  # tokens named in a panel
 
 
-@artefact(lambda: [sentences.overridden()], sentences.READ)
+@artefact(sentences.runs("overridden"), sentences.READ)
 def figure09_halting_curves(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Figure 9: drift by layer of tokens that are forced to halt, halt by themselves, or go through all layers.
 
@@ -144,7 +140,7 @@ _AGAIN = "#cfcfcf"
 _WINDOW: dict[str, Any] = {"color": "black", "linewidth": 0.9, "linestyle": (0, (6, 3))}
 
 
-@artefact(_runs, sentences.READ)
+@artefact(_RUNS, sentences.READ)
 def figure20_halting_timeline(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Figure 20: halting timeline of a sentence, coloured by how far each token is from halting, with cut-offs.
 
@@ -253,7 +249,7 @@ _HEATMAPS = {
 }
 
 
-@artefact(_runs, sentences.read_of_windows("run.nll_nats", "dense.nll_nats"))
+@artefact(_RUNS, sentences.read_of_windows("run.nll_nats", "dense.nll_nats"))
 def figure21_failure_heatmaps(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Figure 21: Semantic Drift Index and error attribution, by token and layer.
 
@@ -368,7 +364,7 @@ _CLAIMS = [f"{claim}.function_words.halt_layer_of_30" for claim in ("b6", "figur
 
 
 @artefact(
-    _runs,
+    _RUNS,
     sentences.read_of_windows(),
     dict.fromkeys(_CLAIMS, AnsweredBy("", "halting", of_record=halt_layer_of_30, note=_NOTE)),
 )

@@ -6,9 +6,8 @@ tokens has something to show; every caption says so, and what it costs.
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import pandas as pd
 
@@ -27,42 +26,33 @@ _PLACES = ("the sentence of Table 5", "the sentence of Figure 22", "the sentence
 _HALTING = ("modules.halting.tau_drift=p60", "modules.halting.tau_entropy=p60")
 _FUSION = ("modules.token_fusion.rule=capacity", "modules.token_fusion.tau_fuse=null")
 _QUANTIZATION = ("modules.adaptive_quantization.tau_low=p30", "modules.adaptive_quantization.tau_high=p70")
-FORCED, FULL = ("and", "to", "by"), ("token", "cache")  # words of the sentence of Table 5
+# Words of the sentence of Table 5 that must halt, and words that must not.
+_OVERRIDDEN = ("modules.halting.forced_ids=[and,to,by]", "modules.halting.full_ids=[token,cache]")
+_STEPS = ("modules.token_fusion.fused_share=0.5", "modules.token_fusion.every=2")
+_ALL = ("halting", "kv_skipping", "token_fusion", "adaptive_quantization")
 
 
 def _run(key: str, technique: str, protocol: str, modules: tuple[str, ...], *overrides: str) -> Row:
-    words = (f"protocol={protocol}", f"modules=[{','.join(modules)}]", *overrides, "measure=signals")
-    return Row("", "", key, technique, words, modules)
+    return Row("", "", key, technique, (f"protocol={protocol}", f"modules=[{','.join(modules)}]", *overrides), modules)
 
 
-def halting() -> Row:
-    """Token halting alone, every position decided causally."""
-    return _run("halting", "Token halting", "all", ("halting",), *_HALTING)
+RUNS = {
+    run.key: run
+    for run in (
+        _run("halting", "Token halting", "all", ("halting",), *_HALTING, "measure=signals"),
+        _run("overridden", "Token halting with forced words", "all", ("halting",), *_HALTING, "measure=signals", *_OVERRIDDEN),
+        # 30, 40 and 30% of the calibrating part's tokens at 2, 4 and 8 bits.
+        _run("quantization", "Adaptive quantization", "all", _ALL[3:], *_QUANTIZATION, "measure=signals"),
+        # Half of each prompt in several steps: a setting that shows the mechanism, not one that pays.
+        _run("fusing", "Token fusion in steps", "continuation", _ALL[2:3], *_FUSION, *_STEPS, "measure=signals"),
+        _run("all four", "All four mechanisms", "continuation", _ALL, *_HALTING, *_FUSION, *_QUANTIZATION, "measure=signals"),
+    )
+}
 
 
-def overridden() -> Row:
-    """The same with words that must halt and words that must not."""
-    row = halting()
-    words = (f"modules.halting.forced_ids=[{','.join(FORCED)}]", f"modules.halting.full_ids=[{','.join(FULL)}]")
-    technique = "Token halting with forced words"
-    return dataclasses.replace(row, key="overridden", technique=technique, overrides=(*row.overrides, *words))
-
-
-def quantization() -> Row:
-    """Adaptive quantization alone, 30, 40 and 30% of the calibrating part's tokens at 2, 4 and 8 bits."""
-    return _run("quantization", "Adaptive quantization", "all", ("adaptive_quantization",), *_QUANTIZATION)
-
-
-def fusing() -> Row:
-    """Fusion alone, half of each prompt in several steps: a setting that shows the mechanism, not one that pays."""
-    steps = ("modules.token_fusion.fused_share=0.5", "modules.token_fusion.every=2")
-    return _run("fusing", "Token fusion in steps", "continuation", ("token_fusion",), *_FUSION, *steps)
-
-
-def everything() -> Row:
-    """All four mechanisms on a prompt."""
-    names = ("halting", "kv_skipping", "token_fusion", "adaptive_quantization")
-    return _run("all four", "All four mechanisms", "continuation", names, *_HALTING, *_FUSION, *_QUANTIZATION)
+def runs(*keys: str) -> Callable[[], list[Row]]:
+    """What returns these of `RUNS`."""
+    return lambda: [RUNS[key] for key in keys]
 
 
 def read_of_windows(*arrays: str) -> tuple[str, ...]:

@@ -63,7 +63,7 @@ def entries_keys(present: Iterable[str], *, short: bool = False) -> list[Patch]:
     return draw.keys_of(looks, present, words, edgecolor="#9a9a9a", linewidth=0.5)
 
 
-@artefact(lambda: [sentences.everything()], (TRACE, *sentences.READ))
+@artefact(sentences.runs("all four"), (TRACE, *sentences.READ))
 def figure10_kv_skipping(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Figure 10: which K/V entries are written and which are skipped, layer by layer and token by token.
 
@@ -194,7 +194,7 @@ def _named_lives(signals: pd.DataFrame) -> pd.DataFrame:
     return frame.assign(carries=frame["slot"].map(phrases(signals)).fillna(""))
 
 
-@artefact(lambda: [sentences.fusing()], sentences.READ)
+@artefact(sentences.runs("fusing"), sentences.READ)
 def figure11_fusion_by_layer(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Figure 11: tokens that go into their neighbours, layer by layer, as a tree that grows upwards."""
     signals = sentences.measured(outcomes, "fusing").signals(TEXT)
@@ -222,7 +222,7 @@ def figure11_fusion_by_layer(outcomes: Sequence[Outcome], name: str) -> Figure:
     return Figure(name, "Figure 11: tokens that go into their neighbours", frame, drawing, caption)
 
 
-@artefact(lambda: [sentences.fusing()], sentences.read_of_windows())
+@artefact(sentences.runs("fusing"), sentences.read_of_windows())
 def figure12_fusion_lives(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Figure 12: the lives of tokens across layers, with the points of fusion, for a stretch of the run's own text."""
     signals = sentences.measured(outcomes, "fusing").signals(sentences.WINDOW)

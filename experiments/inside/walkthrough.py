@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from quicksilver.records.record import Record
-from quicksilver.report.artefacts import Outcome, Row, artefact
+from quicksilver.report.artefacts import Outcome, artefact
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.figure import DASHES, MARKERS, PALETTE, Figure, panels, style
 from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, filled
@@ -19,17 +19,13 @@ from .. import drawing as draw
 from . import bit_widths, sentences
 
 TEXT = sentences.SENTENCE
+_RUNS = sentences.runs("all four")
 _GREY = "#dedede"
-
-
-def _runs() -> list[Row]:
-    return [sentences.everything()]
-
 
 # --- Table 5 ----------------------------------------------------------------------------------------------------------------------
 
 
-@artefact(_runs, sentences.READ)
+@artefact(_RUNS, sentences.READ)
 def table05_walkthrough(outcomes: Sequence[Outcome], name: str) -> Table:
     """Table 5: the paper's sample sentence through all four modules, token by token.
 
@@ -146,7 +142,7 @@ class Shown(NamedTuple):
     until: int | None = None
 
 
-@artefact(_runs, sentences.READ)
+@artefact(_RUNS, sentences.READ)
 def figure05_17_trajectories(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Figures 5 and 17: trajectories of tokens through the layers, where one halts and where two are fused.
 

@@ -218,7 +218,7 @@ def test_a_part_is_a_process_of_its_own(tmp_path, monkeypatch):
     assert Path(command[1]).is_file()
     assert command[2:] == ["runtime", "--repeats", "9", "--output", str(tmp_path)]
     assert tuple(benchmark.PARTS) == dev.PARTS  # `quicksilver dev benchmark` knows them all
-    for name, *words in (said.split() for said, _ in benchmark.PARTS.values()):  # a part's words are options that it has
+    for name, *words in (said.split() for said in benchmark.PARTS.values()):  # a part's words are options that it has
         assert benchmark.shared.parsed(name, "", benchmark.BENCHMARKS[name][2], words, tmp_path).output == tmp_path
 
 

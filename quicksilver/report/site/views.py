@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import SequenceMatcher
 from importlib.resources import files
@@ -113,23 +113,20 @@ def _from_trace(trace: Trace, window: int) -> dict[str, Any]:
         torch.cat([torch.stack([ask(one, layer)[0] for layer in range(trace.n_layers)]) for one in passes], dim=1).numpy()
         for ask in (PassTrace.active, PassTrace.kv_present, lambda one, layer: one.fused_layer < layer, PassTrace.bits)
     )
+
+    def moved(steps: str) -> Iterator[tuple[PassTrace, Any, int, int]]:
+        """Pass and step of each token that goes into another."""
+        each = ((one, step, enumerate(step.into[0].tolist())) for one in passes for step in getattr(one, steps))
+        return ((one, step, token, into) for one, step, tokens in each for token, into in tokens if token != into)
+
     return {
         "states": _letters(active, entry, fused),
         "bits": _digits(bits),
         "fusions": [
-            [one.first_column + token, one.first_column + carrier, fusion.layer + 1, round(float(fusion.weight[0, token]), 3)]
-            for one in passes
-            for fusion in one.fusions
-            for token, carrier in enumerate(fusion.into[0].tolist())
-            if token != carrier
+            [one.first_column + token, one.first_column + into, step.layer + 1, round(float(step.weight[0, token]), 3)]
+            for one, step, token, into in moved("fusions")
         ],
-        "merges": [
-            [merge.layer + 1, slot, to]
-            for one in passes
-            for merge in one.merges
-            for slot, to in enumerate(merge.into[0].tolist())
-            if slot != to
-        ],
+        "merges": [[step.layer + 1, slot, into] for _, step, slot, into in moved("merges")],
         "evictions": [[gone.layer + 1, gone.gone[0].nonzero()[:, 0].tolist()] for one in passes for gone in one.evictions],
     }
 

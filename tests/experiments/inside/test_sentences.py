@@ -1,6 +1,7 @@
 """Pictures of the inside of a text, from real records of a tiny model: what is drawn is what the record says."""
 
 import io
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -24,7 +25,7 @@ from quicksilver.runtime.errors import ConfigError
 NUMBERS = ("5", "2", "9", "10", "11", "12", "13", "14", "19", "20", "21", "22")
 ARTEFACTS = [("table", "5"), *(("figure", number) for number in NUMBERS)]
 SENTENCES = ["abcd efga bcd hagf dcba", "abc de.", "hg abc"]
-RUNS = (sentences.halting, sentences.overridden, sentences.quantization, sentences.everything, sentences.fusing)
+NAMED = ("modules.halting.forced_ids=[a]", "modules.halting.full_ids=[d]")  # words of these, not of the paper's sentence
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +36,10 @@ def outcomes(tmp_path_factory):
     texts = ",".join(f"'{sentence}'" for sentence in SENTENCES)
     words += [f"results_dir={folder / 'results'}", f"measure.signals.sentences=[{texts}]"]
     words += ["measure.signals.windows=1", "measure.audit.probes=1"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sentences, "FORCED", ("a",))
-        patch.setattr(sentences, "FULL", ("d",))
-        rows = [make() for make in RUNS]
+    rows = [
+        replace(row, overrides=(*row.overrides[:-2], *NAMED)) if key == "overridden" else row
+        for key, row in sentences.RUNS.items()
+    ]
     records = ensure([compose([*words, *row.overrides]) for row in rows])
     store = Store(folder / "results")
     return {row.key: Outcome(row, record, store.dense_of(record)) for row, record in zip(rows, records, strict=True)}

@@ -478,8 +478,7 @@ def record_frame(results_dir: Path | str) -> pd.DataFrame:
         ConfigError: a directory there is not a whole record.
     """
     runs, kept = Path(results_dir) / "runs", Path(results_dir) / "records"
-    found = {p.name: p for p in (runs.iterdir() if runs.is_dir() else ()) if p.is_dir() and not p.name.startswith(".")}
-    found |= {name: kept / name for name in archive.names(kept)}
+    found = {p.name: p for p in runs.glob("[!.]*") if p.is_dir()} | {name: kept / name for name in archive.names(kept)}
     return frame_of([load_record(found[name]) for name in sorted(found)])
 
 

@@ -257,10 +257,8 @@ def build_modules(entries: Mapping[str, Any], tokenizer: Any = None) -> list[Any
 
 def _arguments(key: str, entry: Mapping[str, Any], cls: type) -> dict[str, Any]:
     """What the section `key` gives `cls`; raises ConfigError for an option that it does not have."""
-    arguments, known = (
-        {name: value for name, value in entry.items() if name != "_target_"},
-        list(inspect.signature(cls).parameters),
-    )
+    arguments = {name: value for name, value in entry.items() if name != "_target_"}
+    known = list(inspect.signature(cls).parameters)
     for name in arguments:
         if name not in known:
             raise ConfigError(f"{key}.{name}: {cls.__name__} has no such option. {suggest(name, known, 'Options')}")
@@ -270,10 +268,8 @@ def _arguments(key: str, entry: Mapping[str, Any], cls: type) -> dict[str, Any]:
 def _token_ids(key: str, value: list[Any], tokenizer: Any) -> list[Any]:
     """`value` with every word replaced by the ids of the tokens that read like it, with or without a space around, and every `@set` by its ids."""
     named = [entry for entry in value if isinstance(entry, str)]
-    ids, words = (
-        [entry for entry in value if not isinstance(entry, str)],
-        {one.strip() for one in named if not one.startswith("@")},
-    )
+    ids = [entry for entry in value if not isinstance(entry, str)]
+    words = {one.strip() for one in named if not one.startswith("@")}
     for name in (one for one in named if one.startswith("@")):
         if name not in TOKEN_SETS:
             raise ConfigError(f"{key}: {suggest(name, list(TOKEN_SETS), 'Sets of tokens')}")

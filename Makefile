@@ -94,18 +94,19 @@ benchmark: $(STAMP) ## what the runtime costs and saves on this machine, within 
 benchmark-gpu: $(STAMP) ## the same on a CUDA device (ARGS); where only torch and transformers are: python scripts/benchmark_gpu.py
 	$(PY) scripts/benchmark_gpu.py $(ARGS)
 
-dist: $(STAMP) ## a wheel in dist/, which brings conf/, experiments/, studies/ and the reference models along
+dist: $(STAMP) ## a wheel and a source archive in dist/, with conf/, experiments/, studies/ and the small reference models
 	@made=$$(mktemp -d) && trap 'rm -rf "$$made"' EXIT && \
 	printf '[build]\nbuild_base=%s\n[egg_info]\negg_base=%s\n' "$$made" "$$made" > "$$made/setup.cfg" && \
-	DIST_EXTRA_CONFIG="$$made/setup.cfg" $(PY) -m pip wheel --quiet --no-deps --wheel-dir dist .
-	@ls dist/*.whl
+	DIST_EXTRA_CONFIG="$$made/setup.cfg" $(PY) -c 'from setuptools import build_meta as made; made.build_sdist("dist"); made.build_wheel("dist")' \
+	> "$$made/log" 2>&1 || { tail -20 "$$made/log"; exit 1; }
+	@ls -sh dist/*
 
 environment: $(STAMP) ## only make the virtual environment
 
 clean: ## remove the virtual environment and caches; records and tables in results/ stay
 	@test ! -e $(VENV) || test -f $(VENV)/pyvenv.cfg || { echo 'VENV=$(VENV) is no virtual environment: it is not removed.' >&2; exit 1; }
 	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f dist/quicksilver*.whl
+	rm -f dist/quicksilver*
 	test ! -f site/manifest.json || rm -rf site
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 	@echo 'results/ was left alone. Records took time to make; to remove them too: rm -r results/runs'

@@ -114,7 +114,7 @@ def card(name: str, folder: Path, data_root: Path) -> str:
         purpose(name), "",
         *((WITHOUT_WEIGHTS.format(name=name), "") if (folder / LEFT_OUT).is_file() else ()),
         "```python", f'AutoModelForCausalLM.from_pretrained("quicksilver/models/reference/{name}")', "```", "",
-        "## Evaluation", "", f"Disjoint windows of {context} tokens, every position but the first of a window scored, float32 arithmetic on the stored bfloat16 weights.", "",
+        "## Evaluation", "", f"Disjoint windows of {context} tokens; every position but the first of a window is scored. Arithmetic is float32 on the stored bfloat16 weights.", "",
         "| text (kept out of training) | bits per byte |", "|---|---|", *(f"| {label} | {value:.3f} |" for label, value in scores), "",
         "![loss curve](loss_curve.png)", "",
         "### Where tokens settle", "", f"python-docs, {context}-token windows. Logit lens: final norm and output head on the state after a layer. "
@@ -147,7 +147,7 @@ def card(name: str, folder: Path, data_root: Path) -> str:
         f"{steps * recipe['batch_tokens'] / 1e6:.1f} M tokens in {steps} steps of {recipe['batch_tokens']:,}; {recipe['stable_context_tokens']}-token windows while the learning rate is constant, "
         f"{recipe['context_tokens']} while it falls (the last {decay} steps). Muon ({recipe['lr_muon']}) for the layers' matrices, AdamW ({recipe['lr_adamw']}) for the rest, bfloat16 autocast, seed {recipe['seed']}.",
         f"{training['hours']:.1f} hours on {training['threads']} thread(s) of {training['device'].upper()}, shared with other work; torch {training['torch']}. A compute-limited model: the curve was still falling.", "",
-        f"Again: `make train-reference MODEL={name}` (needs the text, see `--data-root`). The same seed, machine and packages give the same weights; the docstrings are those of the installed packages, so other versions give a similar corpus, not the same.", "",
+        f"Again: `make train-reference MODEL={name}` (needs the text, see `--data-root`). The same seed, machine and packages give the same weights. The docstrings are those of the installed packages. Other versions give a similar corpus, not the same.", "",
         "## Limits", "", "English and Python documentation only; a few million training tokens; no instruction tuning, no safety work. Facts it states are not to be believed.", "",
     ]  # fmt: skip
     return "\n".join(rows)

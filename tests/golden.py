@@ -76,7 +76,9 @@ ACTING: Mapping[str, Mapping[str, Any]] = {
 }
 # One changes `generate` alone; the other rounds weights, which in these models are bfloat16 numbers already.
 IDLE = ("prompt_lookup", "bfloat16")
-TRAINED = ("learned_halting",)  # its gates belong to whole models: tests/fitting/test_gates.py
+LEFT_OUT = (  # tests/fitting/test_gates.py has the gates, which belong to whole models; the others are aliases: tests/runs/test_conf.py
+    "learned_halting", "predicted_kv", "predicted_kv_50",
+)  # fmt: skip
 WITH = {"kv_skipping": "halting", "kv_skipping_paper_c4": "halting"}  # these ask about tokens that halted
 TOGETHER = ("halting", "kv_skipping", "token_fusion", "adaptive_quantization")
 MEASURED = (TOGETHER, ("halting",), ("token_fusion_capacity",), ("heavy_hitter",))  # they go through every pass without a clock
@@ -102,7 +104,7 @@ def cases() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for protocol in MODELS:
         found[f"dense {protocol}"] = {"protocol": protocol, "modules": {}}
-        selections = [(name, *([WITH[name]] if name in WITH else [])) for name in choices("modules") if name not in TRAINED]
+        selections = [(name, *([WITH[name]] if name in WITH else [])) for name in choices("modules") if name not in LEFT_OUT]
         for names in [*selections, TOGETHER]:
             entries: dict[str, Any] = {}
             for name in names:

@@ -306,9 +306,10 @@ def load(config: ModelConfig, files: ModelFiles) -> Loaded:
     from quicksilver.runtime.architecture import architecture_of
 
     if _weights_left_out(files.folder):
+        trained = f"`make train-reference MODEL={files.folder.name}` makes them there, in hours."
         raise ConfigError(
-            f"model={config.name}: the package has its records, its shape and its card, and no weights, to stay small. In a clone "
-            f"`make train-reference MODEL={files.folder.name}` trains it, in hours."
+            f"model={config.name}: its weights are left out of the installed package, to keep it small. In a clone, type the same; or give "
+            f"model.path=/clone/quicksilver/models/reference/{files.folder.name}. If the clone has none either, {trained}"
         )
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     _check_device(config)

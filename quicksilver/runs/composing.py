@@ -165,6 +165,7 @@ _TEMPLATE = re.compile(r"\{\w+(\[\w+\])?\}")  # a text that begins with a field:
 
 def quoted(overrides: Sequence[str]) -> list[str]:
     """`overrides`, with the value of those in quotes that Hydra could not read without: `results_dir=/tmp/é` as `results_dir='/tmp/é'`.
+    The keys of predicted_kv are those of its old name, which records have.
 
     Lists, mappings and interpolations stay as they are, but for a template, `{sentence} It was`; and so does what is no key=value.
 
@@ -174,7 +175,7 @@ def quoted(overrides: Sequence[str]) -> list[str]:
     for override in overrides:
         if override.startswith("="):
             raise ConfigError(f"{override!r} is not an override: write key=value, for instance model=gpt2.")
-    return [_readable(override) for override in overrides]
+    return [_readable(re.sub(r"^([+~]*modules)\.predicted_kv\b", r"\1.quicksilver", override)) for override in overrides]
 
 
 def _readable(override: str) -> str:

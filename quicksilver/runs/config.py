@@ -93,7 +93,8 @@ class RunConfig:
     @property
     def label(self) -> str:
         """One line for progress bars and lists of runs."""
-        return " | ".join((self.model.name, self.dataset.name, "+".join(self.modules) or "dense", self.protocol.name))
+        modules = "+".join(self.modules).replace("quicksilver", "predicted_kv")  # its old name, which identities keep
+        return " | ".join((self.model.name, self.dataset.name, modules or "dense", self.protocol.name))
 
     def dense(self) -> RunConfig:
         """The same run without modules: what every difference of this one is against."""

@@ -175,6 +175,21 @@ def test_every_package_and_every_data_file_is_shipped():
         wanted = {path for path in folder.rglob("*") if path.suffix in (".yaml", ".typed", ".json", ".safetensors")}
         nearer = [ROOT.joinpath(*other.split(".")) for other in declared if other.startswith(f"{package}.")]
         assert {path for path in wanted if not any(path.is_relative_to(inner) for inner in nearer)} <= shipped
+    left_out = [
+        path
+        for pattern in PROJECT["tool"]["setuptools"]["exclude-package-data"]["quicksilver.models"]
+        for path in (ROOT / "quicksilver" / "models").glob(pattern)
+    ]
+    assert left_out
+    assert all(
+        (path.parent / "weights.sha256").is_file() for path in left_out
+    )  # so that loading says what to do, and records are found
+
+
+def test_what_an_index_page_shows_has_no_dead_link():
+    page = (ROOT / PROJECT["project"]["readme"]).read_text(encoding="utf-8")
+    assert all(link.startswith("https://") for link in re.findall(r"\]\(([^)]*)\)", page))
+    assert set(blocks(ROOT / PROJECT["project"]["readme"], "python")) == set(blocks(ROOT / "README.md", "python"))
 
 
 def test_the_version_and_the_licence_are_said_once():

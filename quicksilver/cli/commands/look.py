@@ -144,7 +144,7 @@ class Report(ResultsFolder):
             from quicksilver.report.site.collection import describe
             from quicksilver.report.site.pages import make
         page, problems = make(self.results_dir)
-        print(f"Written: {page}")
+        print(f"Written: {page}\nOpen it in a browser: {page.resolve().as_uri()}")
         if problems:
             print(f"Missing in it:\n{describe(problems)}", file=sys.stderr)
         return 1 if problems else 0

@@ -312,10 +312,10 @@ class Schedule(Command):
         print(f"Written: {path}")
         given = _without_modules(self.overrides)
         if self.output or config.model.name in shipped_with_schedules():
-            given += f" modules.quicksilver.schedule={path}"  # no run would look there
+            given += f" modules.predicted_kv.schedule={path}"  # no run would look there
         print("Measure it, beside its null:")
         for share in self.save:
-            print(f"  quicksilver run {given} protocol=continuation modules=[quicksilver] modules.quicksilver.save={share:g}")
+            print(f"  quicksilver run {given} protocol=continuation modules=[predicted_kv] modules.predicted_kv.save={share:g}")
         return 0
 
     def choose(self, config: RunConfig, path: Path) -> None:

@@ -7,10 +7,13 @@ rest is there all the same.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tqdm import tqdm
 
 from quicksilver.files import fingerprint_of, plain_name
 from quicksilver.records.record import Record
@@ -192,6 +195,14 @@ class Collection:
                 self.note([piece], name, f"the run of its row {which} failed when it was made.")
         return piece
 
+    @property
+    def findings(self) -> list[tuple[str, Piece]]:
+        """The heading of each finding in findings.md, and the figure below it; none where there is no such file."""
+        path = self.root / "findings.md"
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        found = re.findall(r"^## \d+\. (.*?)$.*?\(figures/(\w+)\.", text, re.MULTILINE | re.DOTALL)
+        return [(title, piece) for title, name in found for piece in self.pieces if piece.name == name and piece.pictures]
+
     def selections(self, piece: Piece) -> list[tuple[str, Piece]]:
         """The piece and its variants that were written, each with the selection it is of; none where there is only one."""
         name = piece.of or piece.name
@@ -224,7 +235,10 @@ class Collection:
         for piece, names in (*((one, one.written.records) for one in self.pieces if one.written), (self._ledger, judged)):
             for name in dict.fromkeys(names):
                 named.setdefault(name, []).append(piece)
-        runs = {fingerprint: self._run(fingerprint, pieces) for fingerprint, pieces in sorted(named.items())}
+        runs = {
+            fingerprint: self._run(fingerprint, pieces)
+            for fingerprint, pieces in tqdm(sorted(named.items()), "Records", leave=False, disable=None)
+        }
         for run in list(runs.values()):
             needed = run.record.dense_fingerprint if run.record is not None else None
             if needed is not None and needed not in runs:

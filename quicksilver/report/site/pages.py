@@ -19,6 +19,7 @@ import jinja2
 import pandas as pd
 import yaml
 from markupsafe import Markup, escape
+from tqdm import tqdm
 
 from quicksilver.files import publish
 from quicksilver.measure.measurement import encoded
@@ -73,7 +74,7 @@ class Site:
         runs, pieces = list(self.there.runs.values()), self.there.pieces
         contents = {f"assets/{name}": files(__package__).joinpath("templates", name).read_bytes() for name in _ASSETS}
         contents["assets/bokeh.js"] = bokeh_script()
-        for run in runs:
+        for run in tqdm(runs, "Pages", leave=False, disable=None):  # a bar on a terminal only
             contents |= self._run_pages(run)
         for script, words in self._words.items():
             contents[script] = f'"use strict";\nconst sharedWords = {_json(dict(sorted(words.items())))};\n'.encode()

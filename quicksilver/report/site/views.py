@@ -258,7 +258,7 @@ def sweeps(panels: Iterable[tuple[str, Sequence[tuple[Record, Record]]]]) -> lis
     Returns:
         per sweep: `title`, `where` (modules, model, text, protocol), `options` (each with its `values` in order, and whether that is an order of
         numbers, `ordered`) and `records`, each with the place of its value in every option, its numbers and their intervals. Options that always
-        change together are one option. What has most to move through comes first: a scale of at least three numbers, then by the number of records.
+        change together are one option. What has most to move through comes first: a scale of at least three numbers, then the widest range of savings.
     """
     found, seen = [], set()
     for title, pairs in panels:
@@ -279,11 +279,12 @@ def sweeps(panels: Iterable[tuple[str, Sequence[tuple[Record, Record]]]]) -> lis
     return sorted(found, key=_interest)
 
 
-def _interest(sweep: Mapping[str, Any]) -> tuple[bool, int]:
-    """Key that puts first what a person can learn from: several numbers of one option, with different outcomes; then many records."""
+def _interest(sweep: Mapping[str, Any]) -> tuple[bool, float]:
+    """Key that puts first what a person can learn from: several numbers of one option with different outcomes, then a wide range of savings."""
     scale = any(option["ordered"] and len(option["values"]) >= _SCALE for option in sweep["options"])
     outcomes = {(record["executed_flops_saved_pct"], record["delta_ppl_pct"][0]) for record in sweep["records"]}
-    return not (scale and len(outcomes) >= _SCALE), -len(sweep["records"])
+    saved = [one for one, _ in outcomes if one is not None] or [0.0]
+    return not (scale and len(outcomes) >= _SCALE), min(saved) - max(saved)
 
 
 def _sweep(title: str, members: Sequence[tuple[Record, Record]]) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from quicksilver.records.record import Record
 from quicksilver.records.stats import Interval, bootstrap, mean
 from quicksilver.report import comparison, sweeps
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, legend_below, panels, style, whiskers
+from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, legend_below, letters, panels, style, whiskers
 from quicksilver.report.table import ENDS, signed
 from quicksilver.runtime.errors import ConfigError
 
@@ -181,7 +181,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     frame = measured(outcomes)
     drawn = frame[frame["key"].isin(TECHNIQUES) & frame["kl_nats"].notna()]
     with style():
-        drawing, axes = panels(1, 4, size=(13.0, 3.9), gridspec_kw={"width_ratios": [3.4, 1.7, 3.4, 1.7]})
+        drawing, axes = panels(1, 4, size=(13.0, 5.2), gridspec_kw={"width_ratios": [3.4, 1.8, 3.4, 1.8]})
         for place, (cost, (_, label)) in enumerate(_COSTS.items()):
             rungs, others = axes[0, 2 * place : 2 * place + 2]
             others.sharey(rungs)
@@ -201,10 +201,30 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
             others.tick_params(labelleft=False, which="both")
             others.set_visible(drawn["panel"].isin(OTHERS).any())
         handles = axes[0, 0].get_legend_handles_labels()[0] or axes[0, 1].get_legend_handles_labels()[0]
+        letters(drawing, 10)
         if handles:
-            legend_below(drawing, handles, ncols=len(handles), title="Which tokens of the prompt are dropped")
+            legend_below(
+                drawing,
+                handles,
+                ncols=len(handles),
+                title="Which tokens of the prompt are dropped",
+                fontsize=10,
+                title_fontsize=10,
+            )
     caption = (*_said(outcomes, frame), *sweeps.notes(outcomes, name))
-    return Figure(name, "What 40% of a prompt's work costs, by size of the model", frame, drawing, caption)
+    return Figure(
+        name, "What 40% of a prompt's work costs, by size of the model", frame, drawing, caption, finding=_finding(drawn)
+    )
+
+
+def _finding(drawn: pd.DataFrame) -> str:
+    """How much more the paper's signal costs than the age of a token; nothing where it costs less on some model."""
+    by_key = drawn.pivot(index="panel", columns="key", values="kl_nats")
+    least = (by_key["drift"] / by_key["position"]).min() if {"drift", "position"} <= set(by_key) else 0.0
+    said = (
+        f"Dropping by least drift (paper) costs at least {least:.1f} times the KL of dropping the oldest tokens, on every model"
+    )
+    return said if least > 1 else ""
 
 
 def _draw(plot: Any, points: pd.DataFrame, cost: str, *, by_size: bool) -> None:

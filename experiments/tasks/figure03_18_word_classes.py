@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from quicksilver.measure.task import TaskResult
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, panels, style, whiskers
+from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, legend_below, letters, panels, style, whiskers
 from quicksilver.report.table import interval_columns, numbers, signed
 from quicksilver.runtime.errors import ConfigError
 
@@ -74,12 +74,27 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         raise ConfigError("no run has a record, and there is nothing to draw without one")
     tasks = [task for task in TASKS if (drawn["task"] == task).any()]
     with style():
-        drawing, axes = panels(1, len(tasks), size=(9, 3.3), width_ratios=[1.5 if task in WITH_NULL else 1 for task in tasks])
+        drawing, axes = panels(1, len(tasks), size=(9, 4.0), width_ratios=[2.2 if task in WITH_NULL else 1 for task in tasks])
         for axis, task in zip(axes[0], tasks, strict=True):
             _draw(axis, drawn[drawn["task"] == task], scores.TASKS[task][0])
         axes[0, 0].set_ylabel("points lost (100 × the metric)")
-        axes[0, 0].legend(fontsize=6.5)
-    return Figure(name, "Figures 3 and 18: one class of words stops", drawn, drawing, _caption(drawn, outcomes))
+        letters(drawing, 8.5)
+        legend_below(drawing, axes[0, 0].get_legend_handles_labels()[0], ncols=2, fontsize=8.5)
+    return Figure(
+        name, "Figures 3 and 18: one class of words stops", drawn, drawing, _caption(drawn, outcomes), finding=_finding(drawn)
+    )
+
+
+def _finding(drawn: pd.DataFrame) -> str:
+    """Whether a class of words is another loss than as many random tokens; nothing where no run has a null."""
+    beyond = drawn[drawn["beyond_random"].notna()]
+    apart = int(((beyond["beyond_random_low"] > 0) | (beyond["beyond_random_high"] < 0)).sum())
+    told = f"differs from stopping random tokens in {apart} of {len(beyond)} cases"
+    return (
+        ""
+        if beyond.empty
+        else f"Stopping one class of words {told if apart else 'costs no more and no less than stopping random tokens'}"
+    )
 
 
 def _draw(axis: Axes, rows: pd.DataFrame, title: str) -> None:
@@ -96,7 +111,9 @@ def _draw(axis: Axes, rows: pd.DataFrame, title: str) -> None:
         label = f"as many random tokens as {words} words" if random else f"{words} words"
         axis.errorbar(line["depth_layers"] + 0.12 * (i - 1.5), line["lost"], yerr=error, label=label, **look)
     axis.axhline(0, color="black", linewidth=0.8, marker="")
-    axis.set(title=f"{title}{': the dense model is at chance' if chance else ''}", xlabel="layer after which they stop")
+    axis.set(title=f"{title}{' (dense is at chance)' if chance else ''}", xlabel="layer after which they stop")
+    low, high = axis.get_ylim()
+    axis.set_ylim(min(low, -1), max(high, 1))  # a hundredth of a point is no scale
     axis.set_xticks(sorted(set(rows["depth_layers"])))
 
 

@@ -58,6 +58,7 @@ class Figure:
         caption: what is shown, then how it was made (`report.provenance.notes`). The first sentences stand below the picture, as many as fit
             into four lines; all others under "How it was made" in text and on pages.
         extras: further files by their suffix, for example `{"gif": …}`.
+        finding: what was found, a sentence made of the data. It stands above the title in the picture, and only there.
         records, claims: as of a `Table`.
     """
 
@@ -69,6 +70,7 @@ class Figure:
     extras: Mapping[str, bytes] = field(default_factory=dict)
     records: tuple[str, ...] = ()
     claims: tuple[str, ...] = ()
+    finding: str = ""
 
     def text(self, width: int | None = None) -> str:
         """For a terminal of `width` columns: the title, the caption, how it was made, and which data were drawn."""
@@ -125,8 +127,12 @@ class Figure:
         lines = [line for part in self.shown()[0] for line in textwrap.wrap(part, int(inches * _CHARACTERS_AN_INCH))]
         # Outside the canvas, where no layout engine moves them; the tight bounding box takes them in.
         below: dict[str, Any] = dict(va="top", ha="left", size=_CAPTION_SIZE, color="#333333", linespacing=1.3)
+        head: dict[str, Any] = dict(weight="bold", size=10)
         texts = [
-            self.drawing.text(0, 1 + 0.08 / height, self.title, va="bottom", ha="left", weight="bold", size=10),
+            self.drawing.text(
+                0, 1 + 0.08 / height, self.title, va="bottom", ha="left", **({"size": 8} if self.finding else head)
+            ),
+            self.drawing.text(0, 1 + 0.25 / height, self.finding, va="bottom", ha="left", **head),
             self.drawing.text(0, -0.08 / height, "\n".join(lines), **below),
         ]
         content = io.BytesIO()
@@ -197,6 +203,16 @@ def write_cells(plot: Axes, values: np.ndarray, texts: Mapping[tuple[int, int], 
         red, green, blue, _ = image.to_rgba(np.array([values[row, column]]))[0]
         dark = 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.5
         plot.text(column, row, text, ha="center", va="center", fontsize=size, color="white" if dark else "black")
+
+
+def letters(drawing: Drawing, points: float) -> None:
+    """No letter of the drawing smaller than `points`, for a picture that is shown narrower than it is drawn. To be called before `legend_below`."""
+    from matplotlib.text import Text
+
+    for plot in drawing.axes:
+        plot.tick_params(labelsize=points)
+    for text in drawing.findobj(Text):
+        text.set_fontsize(max(points, text.get_fontsize()))
 
 
 def legend_below(drawing: Drawing, handles: Sequence[Any], **options: Any) -> None:

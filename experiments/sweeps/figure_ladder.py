@@ -249,9 +249,10 @@ def _draw(plot: Any, points: pd.DataFrame, cost: str, *, by_size: bool) -> None:
 
 
 def _described(model: dict[str, Any]) -> str:
-    """`ladder-gpt2-1m`, below it its size, depth and training."""
-    trained = "" if pd.isna(model["trained_tokens"]) else f"\n{_millions(model['trained_tokens'])} tokens"
-    return f"{model['panel']}\n{_millions(model['parameters'])}, {model['layers']:.0f} layers{trained}"
+    """`ladder-gpt2-1m`, below it its size, depth and training, in short lines."""
+    trained = [] if pd.isna(model["trained_tokens"]) else [f"{_millions(model['trained_tokens'])} tokens"]
+    family, _, size = model["panel"].partition("-")
+    return "\n".join([f"{family}-", size, _millions(model["parameters"]), f"{model['layers']:.0f} layers", *trained])
 
 
 # --- what is said of it -----------------------------------------------------------------------------------------------------------

@@ -175,15 +175,10 @@ def test_every_package_and_every_data_file_is_shipped():
         wanted = {path for path in folder.rglob("*") if path.suffix in (".yaml", ".typed", ".json", ".safetensors")}
         nearer = [ROOT.joinpath(*other.split(".")) for other in declared if other.startswith(f"{package}.")]
         assert {path for path in wanted if not any(path.is_relative_to(inner) for inner in nearer)} <= shipped
-    left_out = [
-        path
-        for pattern in PROJECT["tool"]["setuptools"]["exclude-package-data"]["quicksilver.models"]
-        for path in (ROOT / "quicksilver" / "models").glob(pattern)
-    ]
+    patterns = PROJECT["tool"]["setuptools"]["exclude-package-data"]["quicksilver.models"]
+    left_out = [path for pattern in patterns for path in (ROOT / "quicksilver" / "models").glob(pattern)]
     assert left_out
-    assert all(
-        (path.parent / "weights.sha256").is_file() for path in left_out
-    )  # so that loading says what to do, and records are found
+    assert all((path.parent / "weights.sha256").is_file() for path in left_out)  # loading says what to do, and records are found
 
 
 def test_what_an_index_page_shows_has_no_dead_link():

@@ -201,7 +201,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
             others.tick_params(labelleft=False, which="both")
             others.set_visible(drawn["panel"].isin(OTHERS).any())
         handles = axes[0, 0].get_legend_handles_labels()[0] or axes[0, 1].get_legend_handles_labels()[0]
-        letters(drawing, 10)
+        letters(drawing, 9.5)
         if handles:
             legend_below(
                 drawing,
@@ -221,9 +221,7 @@ def _finding(drawn: pd.DataFrame) -> str:
     """How much more the paper's signal costs than the age of a token; nothing where it costs less on some model."""
     by_key = drawn.pivot(index="panel", columns="key", values="kl_nats")
     least = (by_key["drift"] / by_key["position"]).min() if {"drift", "position"} <= set(by_key) else 0.0
-    said = (
-        f"Dropping by least drift (paper) costs at least {least:.1f} times the KL of dropping the oldest tokens, on every model"
-    )
+    said = f"Dropping by least drift (paper) costs at least {math.floor(10 * least) / 10} times the KL of dropping the oldest tokens, on every model"
     return said if least > 1 else ""
 
 

@@ -18,7 +18,7 @@ from quicksilver.runs.config import compose
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.jobs import RecordIndex
 from quicksilver.runs.parts import build_measurements
-from quicksilver.runs.run import _bench, _threads, compare, format_of, of_repository, plan, store_of
+from quicksilver.runs.run import bench_of, compare, format_of, of_repository, plan, store_of, torch_threads
 from quicksilver.runtime.errors import QuickSilverError
 from quicksilver.runtime.quantized.proving import processor_key
 
@@ -43,8 +43,8 @@ def main() -> int:
                 record = of_repository("results", step.fingerprint, build_measurements(config.measure))
                 if record is None or record.fingerprint in found:
                     continue
-                with _threads(config.threads):
-                    bench, _ = _bench(config, place, store_of(config))
+                with torch_threads(config.threads):
+                    bench, _ = bench_of(config, place, store_of(config))
                     apart, work = compare(record, bench)
             except QuickSilverError as error:  # a text or a kernel that is not here
                 print(f"{job.name}: {error}", file=sys.stderr)

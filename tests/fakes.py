@@ -111,9 +111,10 @@ def ratio(middle: float, around: float = 0.01) -> Quartiles:
     return Quartiles(middle, middle - around, middle + around)
 
 
-def latency(faster: float, noise_pct: float, *, prompt: bool = False) -> LatencyResult:
+def latency(faster: float, noise_pct: float, *, prompt: bool = False, samples: int | None = None) -> LatencyResult:
     """A run that takes `faster` less of the dense time, of the batch and, with `prompt`, of its prompt."""
-    run, dense, alike = Spread(DENSE_MS * (1 - faster), 2.0), Spread(DENSE_MS, 2.0), ratio(1 - faster)
+    run, dense = (Spread(ms, 2.0, None if samples is None else [ms] * samples) for ms in (DENSE_MS * (1 - faster), DENSE_MS))
+    alike = ratio(1 - faster)
     return LatencyResult(
         run, dense, alike, noise_pct, {"before": 0.1, "after": 0.1}, [], *((run, dense, alike, noise_pct) if prompt else ())
     )

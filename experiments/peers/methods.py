@@ -16,6 +16,7 @@ import pandas as pd
 from quicksilver.measure.deployment import DeploymentResult
 from quicksilver.measure.latency import LatencyResult, Timing
 from quicksilver.records.record import Record
+from quicksilver.records.times import TimedProcess, over
 from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row, artefact
 from quicksilver.report.claims.ledger import AnsweredBy
@@ -101,7 +102,8 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     interval does not contain 0, else 0; `front`: no row, the dense model included, has as much of the one for no more of the other.
     """
     found = comparison.frame(outcomes)
-    found = found.join(pd.DataFrame([_more(outcome) for outcome in outcomes], index=found.index, columns=_MORE))
+    processes = provenance.timings(outcomes)
+    found = found.join(pd.DataFrame([_more(outcome, processes) for outcome in outcomes], index=found.index, columns=_MORE))
     quantised = found.loc[found["key"] == QUANTISED, "prompt_time_ratio"]
     found["versus_int8"] = found["prompt_time_ratio"] / (float(quantised.iloc[0]) if len(quantised) else float("nan"))
     speedup, noise = found["prompt_speedup_pct"], found["prompt_noise_floor_pct"]
@@ -117,18 +119,21 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
 _MORE = ("prompt_time_ratio", "token_ratio", "token_ratio_low", "token_ratio_high", "token_noise_pct", "same_first_tokens")
 
 
-def prompt_timing(record: Record) -> Timing | None:
-    """Times of the prompt; None: it was not timed, or its widths are simulated."""
-    latency = record.found("latency", LatencyResult)
-    return None if latency is None or record.simulated else latency.timing(prompt=True)
+def prompt_timing(record: Record, processes: Sequence[TimedProcess]) -> Timing | None:
+    """Times of the prompt, over the processes that timed it again, if any; None: it was not timed, or its widths are simulated."""
+    if not provenance.has_time(record):
+        return None
+    if processes:
+        return over(processes, record.fingerprint, prompt=True)
+    return record.measured("latency", LatencyResult).timing(prompt=True)
 
 
-def _more(outcome: Outcome) -> dict[str, Any]:
+def _more(outcome: Outcome, processes: Sequence[TimedProcess]) -> dict[str, Any]:
     record = outcome.record
     if record is None:
         return {}
     row: dict[str, Any] = {}
-    timing = prompt_timing(record)
+    timing = prompt_timing(record, processes)
     if timing is not None:
         row["prompt_time_ratio"] = 1.0 if outcome.row.key == "dense" else timing.ratio.median
     served = record.found("deployment", DeploymentResult)
@@ -226,8 +231,11 @@ def _quotient(one: Timing, other: Timing, floor: float) -> Estimate:
 
 
 def _timed(outcomes: Mapping[str, Outcome]) -> dict[str, Timing]:
-    records = {key: one.record for key, one in outcomes.items() if one.record is not None}
-    return {key: found for key, record in records.items() if (found := prompt_timing(record)) is not None}
+    records, processes = (
+        {key: one.record for key, one in outcomes.items() if one.record is not None},
+        provenance.timings([*outcomes.values()]),
+    )
+    return {key: found for key, record in records.items() if (found := prompt_timing(record, processes)) is not None}
 
 
 def _versus_int8(outcomes: Mapping[str, Outcome]) -> Estimate | None:

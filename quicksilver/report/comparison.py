@@ -33,6 +33,7 @@ from quicksilver.records.stats import (
     pairs_of,
     sign_flip_p,
 )
+from quicksilver.records.times import TimedProcess, over
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome
 from quicksilver.report.claims.reported import reported
@@ -88,7 +89,9 @@ LEGEND = (
 LOOKAHEAD = "† marks results that look ahead: decisions read the tokens to be predicted (the paper's variant, lookahead=true)."
 
 
-def against_dense(record: Record, dense: Record, *, intervals: bool = True) -> dict[str, Any]:
+def against_dense(
+    record: Record, dense: Record, processes: Sequence[TimedProcess] = (), *, intervals: bool = True
+) -> dict[str, Any]:
     """Everything a table prints about `record` against `dense`, the record of the same run without modules.
 
     Speedup and FLOPs saved are percentage decreases (as in the paper: 25 means that a quarter of it is gone), Δppl is perplexity
@@ -96,6 +99,7 @@ def against_dense(record: Record, dense: Record, *, intervals: bool = True) -> d
 
     Args:
         intervals: without them no window is read, and of quality Δppl in percent is the only difference.
+        processes: those that timed it again, if any: their times are taken.
 
     Raises:
         ConfigError: the two records do not hold the same windows, or too few for an interval.
@@ -113,15 +117,15 @@ def against_dense(record: Record, dense: Record, *, intervals: bool = True) -> d
         row |= {f"{ledger}_flops": record.flops(ledger), f"{ledger}_flops_saved_pct": record.flops_saved_pct(ledger)}
     if record.dense is not None and record.dense.kv_bytes:
         row["kv_bytes_saved_pct"] = 100 * (1 - quality.kv_bytes_resident / record.dense.kv_bytes)
-    # Masked execution computes everything, then undoes it; simulated widths are computed in float (docs/design.md §4). Neither has a time.
-    has_time = record.execution == "compact" and not record.simulated
-    for phase in ("", "prompt_") if has_time else ():
-        timing = None if latency is None else latency.timing(prompt=bool(phase))
+    for phase in ("", "prompt_") if provenance.has_time(record) else ():
+        prompt = bool(phase)
+        own = None if latency is None else latency.timing(prompt=prompt)
+        timing = over(processes, record.fingerprint, prompt=prompt) if processes else own
         if timing is not None:
             row |= {f"{phase}latency_ms": timing.run_ms.median, f"{phase}noise_floor_pct": timing.noise_floor_pct}
             # Round by round against the dense model of the same run: both were timed under the same load of the machine.
             row |= time_saved(f"{phase}speedup_pct", timing.ratio)
-    if emissions is not None and has_time:
+    if emissions is not None and record.execution == "compact" and not record.simulated:
         row["gco2_per_token"] = emissions.gco2_per_token
         if emissions.dense_gco2_per_token > 0:
             row["co2_saved_pct"] = 100 * (1 - emissions.gco2_per_token / emissions.dense_gco2_per_token)
@@ -186,7 +190,10 @@ def described(outcome: Outcome) -> dict[str, Any]:
 
 def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     """One row an outcome, with the columns `COLUMNS`: what is reported, what was measured (see `against_dense`), and on what."""
-    rows = []
+    rows, members = [], dict[str, list[Outcome]]()
+    for outcome in outcomes:
+        members.setdefault(outcome.row.panel, []).append(outcome)
+    processes = {panel: provenance.timings(those) for panel, those in members.items()}
     for outcome in outcomes:
         row = described(outcome)
         if outcome.row.reported is not None:
@@ -194,18 +201,19 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
         if outcome.record is not None and outcome.dense is not None:
             model, data = outcome.record.model, outcome.record.data
             row |= dict(model=without_folders(model.name), weights_digest=model.weights_digest[:SHORT], dtype=model.dtype)
-            row |= dict(data=data.name, token_digest=data.token_digest[:SHORT]) | against_dense(outcome.record, outcome.dense)
+            row |= dict(data=data.name, token_digest=data.token_digest[:SHORT])
+            row |= against_dense(outcome.record, outcome.dense, processes[outcome.row.panel])
         rows.append(row)
-    for panel in dict.fromkeys(row["panel"] for row in rows):
-        members = [row for row in rows if row["panel"] == panel]
+    for panel in members:
+        mine = [row for row in rows if row["panel"] == panel]
         # A record that stands in several rows is one test.
-        tested = {row["record"]: row["versus_null_p"] for row in members if "versus_null_p" in row}
+        tested = {row["record"]: row["versus_null_p"] for row in mine if "versus_null_p" in row}
         adjusted = dict(zip(tested, false_discovery(list(tested.values())), strict=True))
-        for row in members:
+        for row in mine:
             if row.get("record") in adjusted:
                 row["versus_null_p_adjusted"] = adjusted[row["record"]]
         for phase in ("", "prompt_"):
-            pool_noise(members, phase)
+            pool_noise(mine, phase)
     return pd.DataFrame(rows, columns=COLUMNS)
 
 

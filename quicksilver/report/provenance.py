@@ -8,6 +8,7 @@ from typing import Any
 from quicksilver.measure.energy import EmissionsResult
 from quicksilver.measure.latency import LatencyResult
 from quicksilver.records.record import Record
+from quicksilver.records.times import TimedProcess, shared, timed_processes
 from quicksilver.report.artefacts import Outcome
 from quicksilver.report.table import without_folders
 
@@ -37,6 +38,13 @@ def notes(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
             lines.append("Simulated quantization: times are not representative.")
     seeds = _each(records, lambda record: str(record.config["seed"]))
     timed = "; of times: quartiles of rounds" if any(record.found("latency", LatencyResult) for record in records) else ""
+    if processes := timings(outcomes):
+        timed = "; of times: range over processes"
+        started = f"{processes[0].started[:16].replace('T', ' ')} to {processes[-1].started[11:16]} UTC"
+        lines.append(
+            f"Times: median over {len(processes)} processes ({started}), each of {processes[0].rounds} rounds in an order drawn anew, on "
+            f"{processes[-1].machine}. Energy is of the runs themselves."
+        )
     lines.append(f"Seed: {seeds}; intervals: 95%, bootstrap of the difference, paired by window{timed}.")
     if confirmed := confirmation(records):
         lines.append(confirmed)
@@ -48,6 +56,18 @@ def notes(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
             names.setdefault(outcome.record.fingerprint[:SHORT], []).append(outcome.row.key)
     named = ", ".join(f"{' = '.join(keys)} {fingerprint}" for fingerprint, keys in names.items())
     return (*map(without_folders, lines), f"Records: {named}.")
+
+
+def timings(outcomes: Sequence[Outcome]) -> list[TimedProcess]:
+    """Processes of `quicksilver time` that timed every run of these rows that has a time."""
+    timed = {one.record.fingerprint: one.record for one in outcomes if one.record is not None and has_time(one.record)}
+    root = next((record.path.parents[1] for record in timed.values()), None)
+    return [] if root is None else shared(timed_processes(root), timed)
+
+
+def has_time(record: Record) -> bool:
+    """Whether it was timed, and the time says something: masked execution computes everything, simulated widths are computed in float."""
+    return record.execution == "compact" and not record.simulated and record.found("latency", LatencyResult) is not None
 
 
 def _tuned(records: Sequence[Record]) -> str | None:

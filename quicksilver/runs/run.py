@@ -338,9 +338,9 @@ def check_shared(configs: Iterable[RunConfig], why: str) -> None:
 def _help(step: Planned, context: RunContext, store: Store, blocks: Blocks, report: _Reporter) -> None:
     """Score blocks of a run that another process makes, until none is left. Whoever has its turn next makes the record of them."""
     measurements = {name: one for name, one in build_measurements(step.config.measure).items() if one.in_blocks}
-    with suppress(SupersededError), store.draft(step.fingerprint) as draft, _threads(step.config.threads):
+    with suppress(SupersededError), store.draft(step.fingerprint) as draft, torch_threads(step.config.threads):
         report.draft = draft
-        bench, _ = _bench(step.config, context, store)
+        bench, _ = bench_of(step.config, context, store)
         bench.keep = partial(blocks.of_pass, shared=True)
         measured_scalars(bench, measurements, lambda phase, share: report(phase, share, bench.scored))
 
@@ -348,14 +348,14 @@ def _help(step: Planned, context: RunContext, store: Store, blocks: Blocks, repo
 def _follow(step: Planned, context: RunContext, store: Store, report: _Reporter) -> None:
     """What a process does for a run whose model it has a part of, and whose record the first process writes: the same passes."""
     if parallel.broadcast_from_rank0(False):
-        with _threads(step.config.threads):
-            bench, _ = _bench(step.config, context, store)
+        with torch_threads(step.config.threads):
+            bench, _ = bench_of(step.config, context, store)
             measured_scalars(bench, build_measurements(step.config.measure), report)
         parallel.broadcast_from_rank0(False)
 
 
 @contextmanager
-def _threads(number: int | None) -> Iterator[None]:
+def torch_threads(number: int | None) -> Iterator[None]:
     """Within, torch has so many; None: as many as it has."""
     import torch
 
@@ -368,7 +368,7 @@ def _threads(number: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _bench(config: RunConfig, context: RunContext, store: Store) -> tuple[Bench, CalibrationEntry | None]:
+def bench_of(config: RunConfig, context: RunContext, store: Store) -> tuple[Bench, CalibrationEntry | None]:
     """What the measurements of a run are given, and what its modules were calibrated on."""
     from quicksilver.measure.bench import Bench
 
@@ -387,11 +387,11 @@ def _run(step: Planned, context: RunContext, store: Store, draft: Draft, report:
     draft.event("started", label=report.label, pid=os.getpid())
     report("load", 0.0)
     beside = _others(store, step.fingerprint)
-    with _threads(config.threads):
+    with torch_threads(config.threads):
         source, windows = context.model(config).files.source, context.windows(config, "test")
         draft.event("loaded", model=source, windows=len(windows.ids))
         report("calibration", _LOADING)
-        bench, calibration = _bench(config, context, store)
+        bench, calibration = bench_of(config, context, store)
         if blocks is not None:
             bench.keep = blocks.of_pass
         if calibration is not None:

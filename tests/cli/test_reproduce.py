@@ -16,8 +16,10 @@ import quicksilver.report.artefacts as report_artefacts
 import quicksilver.runs.config as harness_config
 import quicksilver.runs.run as harness_run
 from quicksilver.cli import main as console
+from quicksilver.measure.latency import Latency
 from quicksilver.records import archive
 from quicksilver.records.store import Store
+from quicksilver.records.times import timed_processes
 from quicksilver.report.artefacts import artefacts, find
 from quicksilver.report.comparison import Committed, committed, distance
 from quicksilver.report.reproduction import FOUND, UNUSABLE, fill_readme, with_cells
@@ -462,3 +464,14 @@ def test_a_ledger_that_lacks_rows_does_not_replace_the_written_one(harness, monk
     assert sorted(path.name for path in harness.results.glob("claims*")) == [
         f"claims-mine.{kind}" for kind in ("csv", "json", "md")
     ]
+
+
+def test_a_process_times_every_row_once_and_leaves_one_file(harness, monkeypatch):
+    assert table11(harness) == 0
+    monkeypatch.setattr(harness_run, "bench_of", lambda *of: (None, None))
+    monkeypatch.setattr(Latency, "run", lambda self, bench: fakes.latency(0.5, 1.0, samples=self.repeats))
+    assert console.main(["time", "table", "11", "repeats=1", "rounds=4", f"results_dir={harness.results}"]) == 0
+    (found,) = timed_processes(harness.results)
+    assert found.results.keys() == set(frame(harness)["record"].dropna())
+    assert table11(harness) == 0
+    assert set(frame(harness)["speedup_pct"].dropna()) == {50.0}

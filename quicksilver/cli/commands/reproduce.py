@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import random
+import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from quicksilver.cli.arguments import Command, MakesRuns, key
 from quicksilver.cli.progress import counted, explain, show_fault, watched, width
 from quicksilver.records.record import TRACE
 from quicksilver.records.store import Store
 from quicksilver.report.artefacts import Artefact, Outcome, artefacts, find
+from quicksilver.report.provenance import has_time
 from quicksilver.report.reproduction import (
     LOCAL_SUFFIX,
     VARIANTS,
@@ -28,6 +34,7 @@ from quicksilver.report.reproduction import (
 from quicksilver.report.table import read
 from quicksilver.runs.jobs import RecordIndex, make_side_by_side, run_context, run_missing, text_of
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.options import Positive, at_least, check_positive
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -142,6 +149,76 @@ class Reproduce(MakesRuns):
             # Who asks for one table wants it measured here. Decisions are large: the repository has them only where something is drawn of them.
             self.overrides.append("records=own" if TRACE in artefact.reads else "records=checked")
         return artefact
+
+
+@dataclass
+class Time(Command):
+    """
+    quicksilver time table peers
+    quicksilver time table front repeats=5 pause_min=10 records=own
+
+    Times of one process may not come again in the next. So each of `repeats` processes times all timed rows that have a record, in an order
+    drawn anew, beside the dense model, and leaves one file in results_dir/times. From then on the table prints the median over processes, with
+    their range. Rows are compared in processes of one machine that timed all of them. Nothing else should run on it meanwhile.
+    """
+
+    takes = "run"
+    most_names: ClassVar[int] = 2
+    repeats: Positive = key("3", "processes, one after another", 3)
+    pause_min: Annotated[float, check_positive] = key("2", "minutes between two of them", 2.0)
+    rounds: Annotated[int, at_least(3)] = key(
+        "10", "of each row, in turns with the dense model, which is timed twice in each", 10
+    )
+    next_names = Reproduce.next_names
+
+    def main(self) -> int:
+        """Start the processes; one alone is this one."""
+        artefact = find(*self.names) if len(self.names) == 2 and self.names[0] in KINDS else None
+        if artefact is None:
+            raise ConfigError("Say which table or figure to time again: quicksilver time table peers.")
+        base = base_config(self.overrides)
+        answers = RecordIndex(base.results_dir, base.records)
+        jobs = jobs_of(artefact, self.overrides, answers, to_run=False)
+        outcomes = recorded(artefact, jobs, Store(base.results_dir, base.records), None, answers)
+        there = {
+            one.record.fingerprint: job for one, job in zip(outcomes, jobs, strict=True) if one.record and has_time(one.record)
+        }
+        if not there:
+            asked = command_of(artefact, self.overrides)
+            raise ConfigError(f"{artefact.kind} {artefact.number} has no row with a record that was timed: {asked}")
+        if self.repeats == 1:
+            print(f"Written: {self._time(artefact, there, base)}")
+            return 0
+        words = [*self.names, *self.overrides, "repeats=1", f"rounds={self.rounds}"]
+        for number in range(self.repeats):
+            if number:
+                time.sleep(60 * self.pause_min)
+            print(f"process {number + 1} of {self.repeats}, {len(there)} rows:", flush=True)
+            if code := subprocess.run([sys.executable, "-m", "quicksilver", "time", *words], check=False).returncode:
+                return code
+        print(f"{command_of(artefact, self.overrides)} prints them.")
+        return 0
+
+    def _time(self, artefact: Artefact, there: Mapping[str, Job], base: RunConfig) -> Path:
+        """Time every run once more; returns the file."""
+        from quicksilver.measure.latency import Latency
+        from quicksilver.records.times import TimedProcess
+        from quicksilver.runs.config import compose
+        from quicksilver.runs.context import RunContext
+        from quicksilver.runs.run import bench_of, store_of, torch_threads
+        from quicksilver.runtime.quantized.kernels import machine
+
+        context, results = RunContext(), {}
+        started, measure = datetime.now(UTC).isoformat(timespec="seconds"), Latency(repeats=self.rounds)
+        with counted(len(there), "timing") as done:
+            for fingerprint in random.sample(sorted(there), len(there)):
+                config = compose(there[fingerprint].overrides)
+                with torch_threads(config.threads):
+                    bench, _ = bench_of(config, context, store_of(config))
+                    results[fingerprint] = measure.run(bench)
+                done()
+        name = name_of(artefact.name, base, self.overrides)
+        return TimedProcess(name, started, machine(), self.rounds, results).write(Path(base.results_dir))
 
 
 @dataclass

@@ -40,6 +40,8 @@ LICENCES = {
         "docstrings of the installed Python packages and standard library",
         "each package's own, mostly BSD, MIT, Apache-2.0, PSF",
     ),
+    "code": ("source files of the same packages", "each package's own, as above"),
+    "recall": ("facts, passages and questions, by a fixed seed", "Apache-2.0"),
 }
 
 
@@ -141,11 +143,15 @@ def card(name: str, folder: Path, data_root: Path) -> str:
             f"| {LICENCES[source][0]} | {o['ngrams']:,} | {o['shared_before']:,} | {o['removed']} of {o['documents']:,} | {o['shared_after']} |"
         )
     trained = Recipe.from_saved(recipe)
-    steps, decay = trained.steps, trained.steps - trained.decay_start
+    steps, decay = trained.steps, trained.steps - min(trained.decay_start, *(trained.shortened or (trained.steps,)))
+    windows = f"{recipe['stable_context_tokens']}-token windows while the learning rate is constant, {recipe['context_tokens']} while it falls"
+    if trained.long_from_tokens == 0:
+        windows = f"{recipe['context_tokens']}-token windows; the learning rate falls at the end"
+    begun = f" It goes on from {trained.start}." if trained.start else ""
     rows += [
         "", "## Training", "",
-        f"{steps * recipe['batch_tokens'] / 1e6:.1f} M tokens in {steps} steps of {recipe['batch_tokens']:,}; {recipe['stable_context_tokens']}-token windows while the learning rate is constant, "
-        f"{recipe['context_tokens']} while it falls (the last {decay} steps). Muon ({recipe['lr_muon']}) for the layers' matrices, AdamW ({recipe['lr_adamw']}) for the rest, bfloat16 autocast, seed {recipe['seed']}.",
+        f"{steps * recipe['batch_tokens'] / 1e6:.1f} M tokens in {steps} steps of {recipe['batch_tokens']:,}; {windows} "
+        f"(the last {decay} steps).{begun} Muon ({recipe['lr_muon']}) for the layers' matrices, AdamW ({recipe['lr_adamw']}) for the rest, bfloat16 autocast, seed {recipe['seed']}.",
         f"{training['hours']:.1f} hours on {training['threads']} thread(s) of {training['device'].upper()}, shared with other work; torch {training['torch']}. A compute-limited model: the curve was still falling.", "",
         f"Again: `make train-reference MODEL={name}` (needs the text, see `--data-root`). The same seed, machine and packages give the same weights. The docstrings are those of the installed packages. Other versions give a similar corpus, not the same.", "",
         "## Limits", "", "English and Python documentation only; a few million training tokens; no instruction tuning, no safety work. Facts it states are not to be believed.", "",

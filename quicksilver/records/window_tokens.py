@@ -16,6 +16,7 @@ from quicksilver.models.loading import locate
 from quicksilver.models.spec import ModelConfig
 from quicksilver.records.record import Record
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.reading import parse_json
 
 if TYPE_CHECKING:
     import torch
@@ -51,4 +52,4 @@ def _windows(model: str, dataset: str, root: str | None, window_tokens: int, dig
 
 
 def _typed(schema: type, entries: str) -> Any:
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), json.loads(entries)))
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), parse_json(entries)))

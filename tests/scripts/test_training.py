@@ -511,7 +511,7 @@ def test_a_shipped_model_loads_and_is_what_its_name_says(reference):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(reference).eval(), AutoTokenizer.from_pretrained(reference)
     recipe = training.RECIPES[reference.name]
     assert (model.config.model_type, model.config.num_hidden_layers) == (recipe.family, recipe.layers)
-    assert model.config.max_position_embeddings == 512
+    assert model.config.max_position_embeddings == recipe.context_tokens
     assert 4096 <= len(tokenizer) <= 8192
     assert len(tokenizer) <= model.config.vocab_size
     assert sum(p.stat().st_size for p in reference.rglob("*") if p.is_file()) <= LIMIT_MB * 1e6

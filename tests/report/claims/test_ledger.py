@@ -332,7 +332,7 @@ def test_a_damaged_record_is_named_and_the_rest_is_judged(table11, capsys):
     (table11.results / "runs" / fakes.fingerprint("halting all") / "record.json").write_text("{")
     assert console.main(["claims", f"results_dir={table11.results}"]) == 1
     assert fakes.fingerprint("halting all") in capsys.readouterr().err
-    found = pd.read_csv(table11.results / "claims.csv", keep_default_na=False)
+    found = pd.read_csv(table11.results / "claims-mine.csv", keep_default_na=False)
     judged = found[found["claim"] == "table11.isolated.quantization.delta_ppl"]
     assert sorted(judged["protocol"]) == ["all", "continuation"]
     assert set(judged["verdict"]) == {"not reproduced"}

@@ -132,8 +132,9 @@ def card(name: str, folder: Path, data_root: Path) -> str:
         label, licence = LICENCES[source]
         shares = f"{recipe['mixture'][i]:.0%}, {recipe['decay_mixture'][i]:.0%}"
         rows.append(f"| {label} | {info['documents']:,} | {info['bytes']:,} | {info['tokens']:,} | {shares} | {licence} |")
+    more = ", the packages of python-source" if "code" in recipe["sources"] else ""
     rows += [
-        "", f"Kept out: WikiText-103 validation and test, books validation and test, `pydoc_data.topics`. Every training document that shares {training['corpus']['ngram_words']} "
+        "", f"Kept out: WikiText-103 validation and test, books validation and test, `pydoc_data.topics`{more}. Every training document that shares {training['corpus']['ngram_words']} "
         "consecutive words with them was removed, and the rest counted again:", "",
         "| source | 13-grams | shared before | documents removed | shared after |", "|---|---|---|---|---|",
     ]  # fmt: skip

@@ -155,7 +155,7 @@ class Reproduce(MakesRuns):
 class Time(Command):
     """
     quicksilver time table peers
-    quicksilver time table front repeats=5 pause_min=10 records=own
+    quicksilver time table 11 repeats=5 pause_min=10 records=own
 
     Times of one process may not come again in the next. So each of `repeats` processes times all timed rows that have a record, in an order
     drawn anew, beside the dense model, and leaves one file in results_dir/times. From then on the table prints the median over processes, with

@@ -124,9 +124,14 @@ RECIPES = {
     "ladder-gpt2-8m": Recipe(family="gpt2", total_tokens=4_000_000),
     "far-gpt2": _FAR,
     "far-llama": dataclasses.replace(
-        _FAR, family="llama", kv_heads=2, mlp_width=512, start="reference-llama",
-        mixture=(0.24, 0.12, 0.16, 0.26, 0.22), decay_mixture=(0.30, 0.10, 0.18, 0.24, 0.18),  # recall lags most
-    ),  # fmt: skip
+        _FAR,
+        family="llama",
+        kv_heads=2,
+        mlp_width=512,
+        start="reference-llama",
+        mixture=(0.24, 0.12, 0.16, 0.26, 0.22),
+        decay_mixture=(0.30, 0.10, 0.18, 0.24, 0.18),
+    ),
     "reference-llama": Recipe(family="llama", kv_heads=2, mlp_width=512, total_tokens=10_000_000, shortened=(850, 1020)),
 }
 

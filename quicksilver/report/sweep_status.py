@@ -140,7 +140,17 @@ class Board:
         counts = {state: count for state in STATES if (count := sum(row["state"] == state for row in rows))}
         shown: dict[str, Any] = {"rows": rows, "counts": counts, "headline": self.headline(rows), "numbers": _NUMBERS}
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        return page.render(sweep=self.sweep.manifest, cell=cell, about=_about, now=now, **shown)
+        shown |= {
+            "site": (self.sweep.store.root / "report/index.html").is_file(),
+            "pages": {row["number"]: self._page(row) for row in rows},
+        }
+        return page.render(sweep=self.sweep.manifest, cell=cell, about=_about, now=now, points=_points(rows), **shown)
+
+    def _page(self, row: Mapping[str, Any]) -> str | None:
+        """Where the sweep's page leads from a run: to its page in the report, else to its record; None: there is neither."""
+        places = (f"report/runs/{row['fingerprint']}.html", f"runs/{row['fingerprint']}/record.json")
+        found = next((place for place in places if (self.sweep.store.root / place).is_file()), None)
+        return f"../../{found}" if found and row["state"] == "done" else None
 
 
 def status(results_dir: Path | str) -> str:
@@ -178,6 +188,17 @@ def how_far(doing: Mapping[str, Any]) -> str:
 def _about(row: Mapping[str, Any]) -> str:
     """Its record, or why there is none."""
     return str(row["error"] or (row["fingerprint"] if row["state"] == "done" else row["where"]) or "")
+
+
+def _points(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What a chart shows of runs that are done: their cost and its interval over the work that they save."""
+    points = []
+    for row in rows:
+        if (cost := row.get("delta_ppl_pct")) is not None and (saved := row.get("executed_flops_saved_pct")) is not None:
+            settings = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in row["settings"].items())
+            ends = {"low": row.get("low", cost), "high": row.get("high", cost)}
+            points.append({"number": row["number"], "settings": settings, "saved": saved, "cost": cost, **ends})
+    return points
 
 
 def numbers(record: Record) -> dict[str, Any]:

@@ -131,7 +131,11 @@ def test_the_page_and_the_table_say_what_the_records_say(made, capsys):
         assert fingerprint in page
     assert page.count('data-state="done"') == 3
     assert "http-equiv" not in page  # there is nothing to wait for
-    assert not re.search(r'(?:src|href)="(?!#)', page)  # it loads nothing
+    assert page.count("<circle") == 3
+    assert "src=" not in page  # it loads nothing
+    links = re.findall(r'href="(.*?)"', page)
+    assert len(links) == 3
+    assert all((results / "sweeps" / "depths" / link).is_file() for link in links)
     assert console.main(["list", "sweep", f"results_dir={results}"]) == 0
     assert capsys.readouterr().out == "depths: 3 of 3 done\n"
 

@@ -38,6 +38,9 @@ _ASSETS = ("site.css", "site.js", "charts.js", "tokens.js", "explorer.js", "runs
 # Page to template; the first page last, because pages note what is missing.
 _PAGES = {"tokens": "tokens_index", "texts": "samples_index"} | {name: name for name in ("explorer", "claims", "index")}
 ROWS = 500  # of a page of runs
+_BETTER = {"Δppl": -1, "Δ perplexity": -1, "Δ far recall": -1, "KL × 100": -1} | dict.fromkeys(
+    ("exec", "nominal", "exec, prompt", "FLOPs saved", "KV bytes", "speedup"), 1
+)
 _FEWEST_LEFT = 2  # the name of the row and one more are not a table
 _PLACES = ("data", "results_dir", "tracker")  # where things lie on the machine that made the record
 _DESCRIBED = (
@@ -170,7 +173,7 @@ class Site:
             trim_blocks=True, lstrip_blocks=True, autoescape=True, undefined=jinja2.StrictUndefined, loader=loader
         )
         environment.filters |= dict(signed=signed, json=_json, digits=_digits, value=_value, prose=prose, lines=cell_lines)
-        environment.filters |= dict(of_paper=of_paper, counted=counted)
+        environment.filters |= dict(of_paper=of_paper, best=best, counted=counted)
         environment.filters["slug"] = lambda text: re.sub(r"\W+", "-", text.lower()).strip("-")
         environment.filters["grouped"] = lambda problems: without_folders(grouped(problems))
         return environment
@@ -281,3 +284,19 @@ def of_paper(panel: PrintedPanel) -> tuple[bool, ...]:
     """By column, whether it has the paper's numbers and may be folded away; none where hardly another column would be left."""
     found = tuple("paper" in column.group.split() for column in panel.columns)
     return found if len(found) - sum(found) > _FEWEST_LEFT else (False,) * len(found)
+
+
+def best(panel: PrintedPanel) -> set[tuple[int, int]]:
+    """(row, column) of the best measured value of each column that has a direction; rows count as in `PrintedRow.row`."""
+    found: set[tuple[int, int]] = set()
+    for at, column in enumerate(panel.columns):
+        if (sign := _BETTER.get(column.header)) and "paper" not in column.group.split():
+            cells = {
+                row.row: re.fullmatch(r"([+-]?\d[\d.]*)%?( \[.*)?", "".join(row.cells[at][:1]))
+                for one in panel.sections
+                for row in one.rows
+            }
+            values = {row: sign * float(match[1]) for row, match in cells.items() if match is not None}
+            if len(set(values.values())) > 1 and (sign < 0 or max(values.values()) > 0):  # what saves nothing is not marked
+                found |= {(row, at) for row, value in values.items() if value == max(values.values())}
+    return found

@@ -69,12 +69,12 @@
     const lines = [];
     const [one, other] = chosen.map((row) => settings[row.dataset.run] ?? {});
     for (const name of [...new Set([...Object.keys(one), ...Object.keys(other)])].sort())
-      if (one[name] !== other[name]) lines.push([name, one[name] ?? "–", other[name] ?? "–", ""]);
+      if (one[name] !== other[name]) lines.push([name.replace(/^modules\./, ""), one[name] ?? "–", other[name] ?? "–", ""]);
     heads.forEach((head, column) => {
-      const [a, b] = chosen.map((row) => row.cells[column].textContent.trim().replace(/\s+/g, " "));
-      if (head.dataset.unsorted !== undefined || (a === b && !("value" in chosen[0].cells[column].dataset))) return;
+      const [a, b] = chosen.map((row) => row.cells[column].innerText.trim().replace(/\s+/g, " "));
+      if (head.dataset.unsorted !== undefined || a === chosen[0].dataset.name || (a === b && !("value" in chosen[0].cells[column].dataset))) return;
       const [x, y] = chosen.map((row) => key(row, column));
-      lines.push([head.textContent.trim(), a, b, typeof x === "number" && typeof y === "number" ? Number((y - x).toPrecision(4)) : ""]);
+      lines.push([head.textContent.trim(), a, b, typeof x === "number" && typeof y === "number" ? Number((y - x).toPrecision(3)) : ""]);
     });
     const shown = document.createElement("table");
     shown.id = "comparison";

@@ -90,10 +90,15 @@ function setUpLedger() {
   for (const box of boxes) box.addEventListener("change", filter);
 }
 
+// A table that is wider than its place says so.
+const cue = () => { for (const grid of document.querySelectorAll(".grid")) { const place = grid.querySelector(".scroll"); grid.classList.toggle("cut", place.scrollWidth > place.clientWidth + 2); } };
+addEventListener("resize", cue);
+
 addEventListener("themechange", () => paintCharts(documents));
 addEventListener("DOMContentLoaded", () => {
   document.querySelector(`nav a[data-name="${document.body.dataset.page}"]`)?.setAttribute("aria-current", "page");
   setUpTheme();
   setUpLedger();
+  cue();
   if (document.querySelector(".chart")) drawCharts();
 });

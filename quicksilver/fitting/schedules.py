@@ -1,7 +1,7 @@
 """Schedules of predicted K/V: chosen, and trained for, by KL to the dense model's answers (docs/predicted-kv.md).
 
 The rule: for every source layer a translator is at hand for, and every number of protected last tokens asked about, the fewest dropped tokens that
-reach the share; of these, least KL to dense on the choosing half. No perplexity, no timing, no test text.
+reach the share and leave whole tiles of tokens; of these, least KL to dense on the choosing half. No perplexity, no timing, no test text.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def saved_pct(architecture: Architecture, schedule: Schedule, prompt_tokens: int
     """Percent of a prompt's executed FLOPs that a schedule saves, its projections, predictions and the output head included."""
     n_layers, source = architecture.n_layers, schedule.predict_before
     protected = schedule.protect_first + schedule.protect_last
-    dropped = min(int(prompt_tokens * schedule.drop_share + 0.5), prompt_tokens - protected)
+    dropped = schedule.dropped(prompt_tokens)
     stopped = prompt_tokens - dropped - protected
     predicting = 2 * architecture.kv_params_per_layer * stopped * (n_layers - 1 - source)
     work = [LayerWork(1, prompt_tokens, None)] * schedule.drop_before
@@ -93,7 +93,8 @@ class KLToDense:
 
 
 DROP_DEPTH = 3 / 16  # of the layers, before which old tokens are dropped
-PROTECT_LAST = (8, 32)
+TILE = 32  # tokens: attention kernels and matrix units take as long for a part of one as for all of it
+PROTECT_LAST = (12, 28)  # with the first 4: half a tile, or one
 
 
 @dataclass(frozen=True)
@@ -112,17 +113,20 @@ class Candidate:
 
 
 def smallest_schedule(
-    architecture: Architecture, source_layer: int, protect_last: int, save: float, prompt_tokens: int
+    architecture: Architecture, source_layer: int, protect_last: int, save: float, prompt_tokens: int, tile: int = TILE
 ) -> Schedule | None:
-    """The schedule with the fewest dropped tokens that saves the share `save`; None where none does."""
+    """The schedule with the fewest dropped tokens that saves the share `save` and leaves a multiple of `tile`, or all; of a prompt too short for
+    that, any number. None where none saves so much."""
     drop_before = max(1, round(DROP_DEPTH * architecture.n_layers))
     if drop_before >= source_layer:
         return None
     for dropped in range(prompt_tokens - protect_last - 4):
-        schedule = Schedule(drop_before, round(dropped / prompt_tokens, 6), source_layer, 4, protect_last)
+        if dropped and (prompt_tokens - dropped) % tile:
+            continue
+        schedule = Schedule(drop_before, round(dropped / prompt_tokens, 6), source_layer, 4, protect_last, tile)
         if saved_pct(architecture, schedule, prompt_tokens) >= 100 * save:
             return schedule
-    return None
+    return None if tile == 1 else smallest_schedule(architecture, source_layer, protect_last, save, prompt_tokens, tile=1)
 
 
 def search(

@@ -7,7 +7,6 @@ predicted. Which d, p and how many lies beside the model.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
@@ -42,6 +41,7 @@ class Stage(Options):
         before: the first layer that its tokens do not go through: a 0-based index (int), or a fraction of the depth (float).
         count: so many tokens of each row halt.
         share: this share of each row's own real tokens halts.
+        multiple_of: of `share`: rounded so that a row less these tokens has a multiple of so many, as attention kernels work in tiles.
         rest: all tokens that are not protected halt.
         below: tokens whose score is below this halt: a number, or a percentile such as "p25". A stage gives one of the four.
         signal: the score; with `count` and `share` the tokens of lowest score halt. As `Halting.signal`. Not for `rest`.
@@ -57,6 +57,7 @@ class Stage(Options):
     before: int | float
     count: Positive | None = None
     share: Share | None = None
+    multiple_of: Positive = 1
     rest: bool = False
     below: Thresholds | None = None
     signal: SignalSpec | None = None
@@ -77,6 +78,8 @@ class Stage(Options):
             raise ConfigError(f"a stage needs exactly one of count, share, rest and below, and {said}.")
         if self.rest and self.signal is not None:
             raise ConfigError(f"signal={self.signal!r} has no effect with rest=true, which halts every token: remove one.")
+        if self.multiple_of > 1 and self.share is None:
+            raise ConfigError(f"multiple_of={self.multiple_of} rounds a share, and this stage gives none: remove it.")
         if not self.rest and self.signal is None:
             raise ConfigError(f"{given[0]}={getattr(self, given[0])!r} needs a signal, such as position, drift or attention.")
         _ = self.score  # an unknown signal is refused here
@@ -107,7 +110,8 @@ class Stage(Options):
         free = max(0, n_tokens - halted - self.protected)
         if self.rest:
             return free
-        return min(free, math.floor(n_tokens * (self.share or 0.0) + 0.5) if self.count is None else self.count)
+        wanted = share_in_tiles(torch.tensor([[n_tokens]]), self.share or 0.0, self.multiple_of)
+        return min(free, int(wanted) if self.count is None else self.count)
 
     def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor, below: float | None) -> torch.Tensor:
         """Which of the `eligible` (B, M) bool halt: (B, M) bool. below: the threshold as a number, where there is one."""
@@ -117,8 +121,21 @@ class Stage(Options):
         scores = signal(view, tokens, eligible)
         if below is not None:
             return eligible & (scores < below)
-        k = torch.full_like(view.n_tokens, self.count) if self.count is not None else share_of(view.n_tokens, self.share or 0.0)
+        k = (
+            torch.full_like(view.n_tokens, self.count)
+            if self.count is not None
+            else share_in_tiles(view.n_tokens, self.share or 0.0, self.multiple_of)
+        )
         return lowest(scores, eligible, k)
+
+
+def share_in_tiles(n_tokens: torch.Tensor, share: float, multiple_of: int) -> torch.Tensor:
+    """`share` of n_tokens (B, 1) long, rounded so that the rest is the nearest multiple of `multiple_of` (half up), or all: (B, 1) long."""
+    wanted = share_of(n_tokens, share)
+    if multiple_of == 1:
+        return wanted
+    left = (n_tokens - wanted + multiple_of // 2) // multiple_of * multiple_of
+    return n_tokens - left.clamp(min=multiple_of).minimum(n_tokens)
 
 
 def stages_of(
@@ -328,6 +345,7 @@ class Schedule(Options):
         drop_share: how many, as a share of the prompt.
         predict_before: the layer before which all others stop, but the protected; their K/V are predicted from there.
         protect_first, protect_last: tokens that go through all layers.
+        tile: what the drop leaves of a prompt is a multiple of it.
 
     Raises:
         ConfigError: a share outside [0, 1], layers out of order.
@@ -338,6 +356,7 @@ class Schedule(Options):
     predict_before: Positive
     protect_first: Count = 4
     protect_last: Count = 32
+    tile: Positive = 1
     prefix: ClassVar[str] = "schedule."
 
     def __post_init__(self) -> None:
@@ -350,6 +369,11 @@ class Schedule(Options):
     def __str__(self) -> str:
         dropped = f"{100 * self.drop_share:.3g}% d@{self.drop_before} + " if self.drop_share else ""
         return f"{dropped}P@{self.predict_before}/{self.protect_last}"
+
+    def dropped(self, n_tokens: int) -> int:
+        """How many tokens of a prompt of `n_tokens` are dropped."""
+        wanted = int(share_in_tiles(torch.tensor([[n_tokens]]), self.drop_share, self.tile)) if self.drop_share else 0
+        return min(wanted, max(0, n_tokens - self.protect_first - self.protect_last))
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> Schedule:
@@ -364,7 +388,8 @@ class Schedule(Options):
 
     def halting(self, missing_kv: str = "predict", translator: str | Path | BoundTranslator = EMBEDDED) -> StagedHalting:
         """The module that does it, with another `missing_kv` for the second stage where that is compared."""
-        dropped = {"before": self.drop_before, "share": self.drop_share, "signal": "position", "missing_kv": "drop"}
+        amount = {"share": self.drop_share, "multiple_of": self.tile}
+        dropped = {"before": self.drop_before, "signal": "position", "missing_kv": "drop", **amount}
         stopped: dict[str, Any] = {"before": self.predict_before, "rest": True, "missing_kv": missing_kv}
         if missing_kv == "predict":
             stopped["translator"] = translator

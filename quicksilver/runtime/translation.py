@@ -50,7 +50,8 @@ class PredictedKV:
         for known, rotated in self._rotated:
             if known is rotary:
                 return rotated[layer - self.first_layer]
-        self._rotated.append((rotary, architecture.rotate_keys(layer, self.keys, rotary)))
+        # In one piece first: the rotation reads its numbers several times, and here they lie far apart.
+        self._rotated.append((rotary, architecture.rotate_keys(layer, self.keys.contiguous(), rotary)))
         return self._rotated[-1][1][layer - self.first_layer]
 
 

@@ -38,6 +38,7 @@ def stages(draw: st.DrawFn) -> list[dict[str, Any]]:
         {
             "before": layer,
             "share": share,
+            "multiple_of": draw(st.integers(1, 5)),
             "signal": draw(st.sampled_from(SIGNALS)),
             "missing_kv": draw(st.sampled_from(MISSING_KV[:4])),
         }
@@ -46,13 +47,20 @@ def stages(draw: st.DrawFn) -> list[dict[str, Any]]:
     for stage in made:
         stage |= {"protect_first": draw(st.integers(0, 2)), "protect_last": draw(st.integers(0, 2))}
     if draw(st.booleans()):
-        del made[-1]["share"], made[-1]["signal"]
+        del made[-1]["share"], made[-1]["signal"], made[-1]["multiple_of"]
         made[-1]["rest"] = True
     return made
 
 
 def ids_like(lengths: list[int], extra: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 50, (len(lengths), max(lengths) + extra), generator=torch.Generator().manual_seed(seed))
+
+
+def wanted(n: int, share: float, multiple_of: int) -> int:
+    left = n - math.floor(share * n + 0.5)
+    if multiple_of == 1:
+        return n - left
+    return n - min(n, min(range(multiple_of, n + 2 * multiple_of, multiple_of), key=lambda some: (abs(some - left), -some)))
 
 
 @given(ROWS, st.integers(0, 2), stages())
@@ -64,7 +72,7 @@ def test_each_stage_halts_exactly_its_tokens(lengths: list[int], extra: int, giv
         for i, stage in enumerate(given_stages):
             first, last = (max(later[end] for later in given_stages[i:]) for end in ("protect_first", "protect_last"))
             free = max(0, n - halted - first - last)
-            halted += free if "rest" in stage else min(free, math.floor(stage["share"] * n + 0.5))
+            halted += free if "rest" in stage else min(free, wanted(n, stage["share"], stage["multiple_of"]))
             real = one.state.valid[row]
             now = (one.state.halt_layer[row] == stage["before"] - 1) & real
             assert int((one.state.halt_layer[row][real] < stage["before"]).sum()) == halted, (stage, n)
@@ -135,7 +143,7 @@ def test_the_oldest_are_dropped_and_all_but_the_protected_are_predicted(name: st
 def test_what_the_search_counts_is_what_a_run_executes(name: str) -> None:
     model = tiny.load(name)
     arch = architecture_of(model)
-    for one in (schedule(), schedule(drop_share=0.0), schedule(predict_before=2, protect_last=1)):
+    for one in (schedule(), schedule(drop_share=0.0), schedule(predict_before=2, protect_last=1), schedule(tile=16)):
         run = tiny.forward(model, tiny.Batch((tuple(range(1, N + 1)),)), [Preset(schedule=one)]).run
         head = 2 * arch.vocab_size * arch.width
         executed = run.flops.executed - N * head + head  # the test asks for all logits, a prompt for one
@@ -145,11 +153,14 @@ def test_what_the_search_counts_is_what_a_run_executes(name: str) -> None:
 
 def test_just_enough_drops_one_token_fewer_than_would_not_do() -> None:
     arch = architecture_of(tiny.load("gpt2"))
-    found = smallest_schedule(arch, 3, 4, 0.35, 64)
+    found = smallest_schedule(arch, 3, 4, 0.35, 64, tile=1)
     assert found is not None
     assert saved_pct(arch, found, 64) >= 35
     fewer = Schedule(found.drop_before, found.drop_share - 1 / 64, 3, 4, 4)
     assert saved_pct(arch, fewer, 64) < 35
+    in_tiles = smallest_schedule(arch, 3, 4, 0.35, 64, tile=16)
+    assert in_tiles is not None
+    assert in_tiles.dropped(64) == 16 * -(-found.dropped(64) // 16)  # up to the next whole tile
     assert smallest_schedule(arch, 3, 4, 0.99, 64) is None
     assert smallest_schedule(arch, 1, 4, 0.1, 64) is None
 

@@ -2,7 +2,7 @@
 
 python scripts/benchmark.py [all] --minutes 16     # every part that begins within the minutes, in a process of its own, and a page of them
 python scripts/benchmark.py runtime --only none decay --batch 4
-python scripts/benchmark.py quantization|break_even|scaling|lm_eval --help
+python scripts/benchmark.py quantization|break_even|scaling|lengths|lm_eval --help
 python scripts/benchmark_gpu.py                    # on a CUDA device; python scripts/benchmark_against.py REVISION: against an earlier version
 
 Random weights of true shapes: what is priced is the execution. Every comparison is a ratio of callables that take turns in one run; the first of
@@ -25,6 +25,8 @@ break_even: time over dense inference's, by batch × sequence × width × haltin
     inference by more than the noise.
     prefill    one-shot halting of a share of the prompt after the first layer; half of the K/V skipped; 30% fused; int8 from the second layer on
     decode     every new token stops at a share of the depth; the others leave a smaller cache, or narrower products
+lengths: one prompt in batch 1. Time to its first token and per further token over dense inference's, against its length: predicted K/V, and a
+    truncation at no more operations.
 scaling: time against length and depth, dense and under ExponentialDecay at the paper's ends of alpha (App. J), each with its power law.
 lm_eval: our adapter without modules against lm-eval's own model `hf` on the same requests; answers must be equal, which is looked at first. Each
     part takes as many rounds as fit into its share of --seconds, five at least.
@@ -57,6 +59,8 @@ from benchmarking import Asked, Call, Option, Passes, Row, Shape, Way, findings,
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from quicksilver.baselines.prompts import PromptTruncation
+from quicksilver.fitting.schedules import TILE, saved_pct
 from quicksilver.measure.latency import Alternation
 from quicksilver.modules import AdaptiveQuantization, ExponentialDecay, Halting, KVSkipping, StaticDepth, TokenFusion
 from quicksilver.modules.fitted import MODELS_FOLDER, BoundTranslator, ModelShape, Translator, model_digest
@@ -65,6 +69,7 @@ from quicksilver.modules.staged_halting import Schedule, schedules_of, shipped_w
 from quicksilver.report.figure import DASHES, MARKERS, PALETTE, Figure, panels, style
 from quicksilver.runtime import ConfigError, RuntimeModule, apply
 from quicksilver.runtime.architecture import architecture_of
+from quicksilver.runtime.ledger import LayerWork
 from quicksilver.runtime.quantized.kernels import KERNELS, Kind, choose
 
 LAYERS_OF_WIDE = 4  # of shapes wider than --width: a pass of 8 × 512 tokens takes half a minute
@@ -159,17 +164,28 @@ def random_translator(model: PreTrainedModel, source_layer: int) -> BoundTransla
     return Translator(source_layer, weight, shape, model_digest(model)).bound(architecture)
 
 
+def in_two_stages(model: PreTrainedModel, tokens: int) -> tuple[Schedule, RuntimeModule]:
+    """A fifth of the prompt dropped early, nearly all others stopped at 5/8 of the depth, with random maps."""
+    layers = model.config.num_hidden_layers
+    drop, predict = max(1, round(layers * 3 / 16)), max(2, round(layers * 5 / 8))
+    schedule = Schedule(drop, 0.2, predict, protect_last=min(28, tokens // 8), tile=TILE)
+    return schedule, schedule.halting(translator=random_translator(model, predict))
+
+
+def further_tokens(ids: torch.Tensor, n: int) -> Passes:
+    """`n` tokens decoded after a prompt, whose run goes on."""
+    return lambda model, begin: shared.decoding(ids, n)(model, lambda: None)
+
+
 def predicted(bench: Bench) -> list[Row]:
-    o, decoded, found = bench.options, shared.decoding(bench.ids, bench.options.new_tokens), []
-    after: Passes = lambda model, begin: decoded(model, lambda: None)  # the prompt's run goes on
+    o, found = bench.options, list[Row]()
+    after = further_tokens(bench.ids, o.new_tokens)
     for name in o.shapes:
         if name in shared.SHAPES:
             shape = shared.SHAPES[name]
             layers = min(shape.layers, LAYERS_OF_WIDE if shape.width > o.width else 2 * o.layers)
-            drop, predict = max(1, round(layers * 3 / 16)), max(2, round(layers * 5 / 8))
-            schedule = Schedule(drop, 0.2, predict, protect_last=min(32, o.sequence // 8))
             model = bench.model(layers, shape)
-            module = schedule.halting(translator=random_translator(model, schedule.predict_before))
+            schedule, module = in_two_stages(model, o.sequence)
             made = {f"{name} × {layers} layers, {schedule}": module}
         else:  # a shipped model under its own schedules
             model = AutoModelForCausalLM.from_pretrained(MODELS_FOLDER / name, dtype=bench.dtype).to(o.device).eval()
@@ -503,6 +519,74 @@ def scaling(o: Options) -> Figure:
     return Figure("scaling", "Time against length and depth", frame, drawing, caption)
 
 
+# -- one prompt, by its length ----------------------------------------------------------------------------------------------------
+
+
+def kept_at_the_work_of(model: PreTrainedModel, schedule: Schedule, tokens: int) -> int:
+    """How many tokens of a prompt a truncation keeps that takes no more operations than the schedule."""
+    arch = architecture_of(model)
+    left = (1 - saved_pct(arch, schedule, tokens) / 100) * LayerWork(1, tokens, None).flops(arch)
+    return max(n for n in range(1, tokens) if n == 1 or LayerWork(1, n, None).flops(arch) <= left)
+
+
+def length_point(tokens: int, o: Options) -> list[Row]:
+    """Times over dense inference's at one length: of the prompt until its first token, and of a further token."""
+    model = model_of(shared.SHAPES[o.shape], o.layers, tokens + o.new_tokens, dtype=getattr(torch, o.dtype), device=o.device)
+    schedule, module = in_two_stages(model, tokens)
+    ids, kept = random_ids(1, tokens, device=o.device), kept_at_the_work_of(model, schedule, tokens)
+    ways = {"dense": Way(model, None), "predicted": Way(model, [module]), "truncated": Way(model, [PromptTruncation(keep=kept)])}
+    asked = {"first token": prompt(ids, use_cache=True, logits_to_keep=1), "further token": further_tokens(ids, o.new_tokens)}
+    found = []
+    for what, passes in asked.items():
+        times, executed = in_turns(ways, passes, o)
+        first = what == "first token"
+        for way, samples in times.items():
+            ratio = times.ratio(way, to="dense")
+            found.append({
+                "tokens": tokens, "what": what, "way": way, "ms": samples.median / (1 if first else o.new_tokens), "time_of_dense": ratio.median, "low": ratio.low,
+                "high": ratio.high, "noise_floor_pct": 100 * (times.noise_floor or 0.0), "flops_of_dense": executed[way] / executed["dense"] if first else math.nan,
+                "schedule": str(schedule), "kept": kept,
+            } | _load(times))  # fmt: skip
+    return found
+
+
+def lengths(o: Options) -> Figure:
+    """Time to the first token and per further token over dense inference's, against the length of one prompt."""
+    frame = pd.DataFrame(row for tokens in o.sequence for row in length_point(tokens, o))
+    titles = {"first token": "to the first token", "further token": "per further token"}
+    with style():
+        drawing, axes = panels(1, 2, size=(7.6, 3.3))
+        for plot, (what, title) in zip(axes.flat, titles.items(), strict=True):
+            for way, colour, marker in zip(("predicted", "truncated"), PALETTE, MARKERS, strict=False):
+                mine = frame[(frame["what"] == what) & (frame["way"] == way)]
+                around = (mine["time_of_dense"] - mine["low"], mine["high"] - mine["time_of_dense"])
+                plot.errorbar(
+                    mine["tokens"], mine["time_of_dense"], yerr=around, label=way, color=colour, marker=marker, capsize=2
+                )
+                if what == "first token":
+                    plot.plot(mine["tokens"], mine["flops_of_dense"], color=colour, linestyle=":", label=f"operations, {way}")
+            plot.axhline(1, color="0.6", linewidth=0.8)
+            plot.set_xscale("log", base=2)
+            plot.set_xticks(o.sequence, [str(tokens) for tokens in o.sequence])
+            plot.set_xlabel("tokens of the prompt")
+            plot.set_ylabel(f"time {title}, over dense")
+            plot.legend()
+    caption = (
+        f"One prompt on {o.layers} layers of {o.shape}'s width with random weights, {o.dtype}. predicted: a fifth dropped early, nearly all "
+        "others stopped at 5/8 of the depth with K/V predicted. truncated: the newest tokens, at no more operations. Medians and quartiles of "
+        "rounds in turns.",
+        machine_of(o),
+    )
+    return Figure("lengths", "One prompt: time over dense inference's, by its length", frame, drawing, caption)
+
+
+def length_summary(frame: pd.DataFrame) -> list[Row]:
+    """Ratios without the dense rows, which are 1."""
+    columns = ["what", "tokens", "way", "time_of_dense", "low", "high", "flops_of_dense", "noise_floor_pct"]
+    rows = frame[frame["way"] != "dense"][columns].round(3)
+    return rows.rename(columns=str).to_dict("records")
+
+
 # -- lm-evaluation-harness -------------------------------------------------------------------------------------------------------
 
 LM_PARTS = ("contexts", "letters", "choices", "rolling", "generate")
@@ -590,6 +674,7 @@ PARTS = {
     "quantization": "quantization --batch 4 --sequence 256 --layers 2 --decode-layers 12 --kernel-rows 1024 --repeats 3",
     "break_even": "break_even --cell-seconds 0.5",
     "scaling": "scaling --repeats 3",
+    "lengths": "lengths --repeats 3 --sequence 128 512 2048",
 }
 TITLES = {  # of the page, by the beginning of a file's name
     "benchmark_prediction": "Dropped, then predicted, on true shapes",
@@ -603,6 +688,7 @@ Summary = tuple[str, str, Callable[[pd.DataFrame], list[Row]]]
 PICTURES: dict[str, Summary] = {
     "break_even": ("Where a mechanism starts to pay", "Halting rate from which more time is saved than noise", break_even_rates),
     "scaling": ("Time against length and depth", "Time ~ axis ^ exponent", fits),
+    "lengths": ("One prompt: time over dense inference's, by its length", "Time over dense inference's", length_summary),
 }
 
 
@@ -719,6 +805,11 @@ BENCHMARKS: dict[str, tuple[Callable[[Options], Any], Path, dict[str, Any]]] = {
         "shape": Option("gpt2", choices=shared.SHAPES), "sequence": (128, 256, 512, 1024), "layers": (2, 4, 8),
         "fixed_layers": Option(4, "depth while the length varies"), "fixed_sequence": Option(256, "length while the depth varies"),
         "batch": 1, **shared.TIMED, "device": "cpu",
+    }),
+    "lengths": (lengths, shared.RESULTS, {
+        "shape": Option("tinyllama", choices=shared.SHAPES), "sequence": (128, 256, 512, 1024, 2048, 4096),
+        "layers": Option(8, "fewer than the true number", least=4), "dtype": Option("bfloat16", choices=("float32", "bfloat16", "float16")),
+        "new_tokens": Option(8, "decoded after the prompt", least=1), **shared.TIMED, "device": "cpu",
     }),
     "lm_eval": (lm_eval, shared.RESULTS / "benchmark_lm_eval.json", {
         "model": Option("reference-gpt2", "a model of conf/model, a folder or a hub id"), "parts": Option(LM_PARTS, choices=LM_PARTS),

@@ -54,6 +54,7 @@ SHAPES = {
         Shape("tiny-llama", "llama", 32, 2, 64, 4),
         Shape("gpt2", "gpt2", 768, 12, 3072, 12),
         Shape("gpt2-large", "gpt2", 1280, 20, 5120, 36),
+        Shape("tinyllama", "llama", 2048, 32, 5632, 22),
         Shape("llama2-7b", "llama", 4096, 32, 11008, 32),
     )
 }

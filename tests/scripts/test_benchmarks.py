@@ -189,6 +189,19 @@ def test_the_whole_dry_run_in_a_process_that_has_neither_hydra_nor_pandas():
 
 
 @pytest.mark.slow
+def test_one_prompt_by_its_length_beside_a_truncation_that_takes_no_more_operations(tmp_path, capsys):
+    words = "lengths --shape tiny-llama --layers 4 --sequence 32 64 --repeats 3 --new-tokens 2 --dtype float32"
+    assert benchmark.main([*words.split(), "--output", str(tmp_path)]) == 0
+    frame = pd.read_csv(tmp_path / "lengths.csv").set_index(["what", "tokens", "way"]).sort_index()
+    assert len(frame) == 2 * 2 * 3
+    operations = frame.loc["first token", "flops_of_dense"].unstack()
+    assert (operations["truncated"] <= operations["predicted"]).all()
+    assert (operations["predicted"] < operations["dense"]).all()
+    assert (frame.loc["first token", "time_of_dense"].unstack()["dense"] == 1).all()
+    assert (tmp_path / "lengths.png").is_file()
+
+
+@pytest.mark.slow
 def test_all_benchmarks_run_one_after_another_and_are_shown(tmp_path, monkeypatch):
     asked: list[list[str]] = []
 
@@ -198,8 +211,8 @@ def test_all_benchmarks_run_one_after_another_and_are_shown(tmp_path, monkeypatc
 
     monkeypatch.setattr(benchmark, "run_part", tiny)
     assert benchmark.main(["--output", str(tmp_path), "--scaling", "--batch 2"]) == 1
-    assert [words[0] for words in asked] == ["runtime", "runtime", "quantization", "break_even", "scaling"]
-    assert asked[-1][-2:] == ["--batch", "2"]
+    assert [words[0] for words in asked] == ["runtime", "runtime", "quantization", "break_even", "scaling", "lengths"]
+    assert asked[-2][-2:] == ["--batch", "2"]
     page = (tmp_path / "README.md").read_text()
     assert "(scaling.png)" in page
     assert "decay 0.05" in page

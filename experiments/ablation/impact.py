@@ -16,8 +16,6 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from quicksilver.measure.latency import LatencyResult
-from quicksilver.records.record import Record
 from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row, artefact, find
 from quicksilver.report.claims.ledger import AnsweredBy
@@ -71,15 +69,6 @@ def added_speedup(panel: Mapping[str, Outcome]) -> Estimate | None:
     return Estimate(after.value - before.value, after.low - before.high, after.high - before.low, floor)
 
 
-def saved_ms(record: Record) -> Estimate | None:
-    """Milliseconds of a batch that quantization saves."""
-    latency = record.found("latency", LatencyResult)
-    if latency is None:
-        return None
-    dense, ratio = latency.dense_latency_ms.median, latency.latency_ratio
-    return Estimate(*(dense * (1 - end) for end in (ratio.median, ratio.high, ratio.low)))
-
-
 def _in_both(key: str, **more: Any) -> tuple[AnsweredBy, ...]:
     return tuple(AnsweredBy(panel, key, **more) for panel in PROTOCOLS)
 
@@ -96,7 +85,7 @@ CUMULATIVE_ANSWERS: dict[str, AnsweredBy | tuple[AnsweredBy, ...]] = {
 }
 ISOLATED_ANSWERS = {
     **{f"p4.isolated.{mechanism}": _in_both(f"isolated.{mechanism}") for mechanism in MECHANISMS},
-    "e7.latency": _in_both("isolated.quantization", of_record=saved_ms),
+    "e7.latency": _in_both("isolated.quantization"),
     **{f"section3.isolated.{mechanism}": _in_both(f"isolated.{mechanism}") for mechanism in ("halting", "fusion")},
 }
 

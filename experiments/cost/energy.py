@@ -61,11 +61,11 @@ def _answer(quantity: str) -> Callable[[Record], Estimate | None]:
         energy = costs.energy(record)
         if not energy.measured:
             raise ConfigError(f"energy was not measured, but estimated from the clock ({energy.method})")
-        if quantity.endswith("saved_pct"):
-            saved = costs.joules_saved(record)
-            return saved and Estimate(saved[0], saved[0] - saved[1], saved[0] + saved[1], saved[1])
-        grams = (energy.dense if quantity == "dense_g_per_token" else energy.ours).net_gco2_per_token
-        return None if isinstance(grams, str) else Estimate(grams, grams, grams)
+        if quantity == "dense_g_per_token":
+            grams = energy.dense.net_gco2_per_token
+            return None if isinstance(grams, str) else Estimate(grams, grams, grams)
+        saved = costs.joules_saved(record)  # in percent of dense joules, and so of emissions: the grid's factor cancels out
+        return saved and Estimate(saved[0], saved[0] - saved[1], saved[0] + saved[1], saved[1])
 
     return of
 

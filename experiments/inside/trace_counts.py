@@ -146,15 +146,11 @@ def fused_share(record: Record) -> Estimate:
     return share_pct(sums["carried"], sums["tokens"])
 
 
-@artefact(
-    lambda: _rows_of_table_11(ALL_FOUR),
-    (TRACE,),
-    {"k.fused.fused_share_pct": AnsweredBy(PANEL, ALL_FOUR, of_record=fused_share)},
-)
+@artefact(lambda: _rows_of_table_11(ALL_FOUR), (TRACE,))
 def figure04_decision_tree(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Figure 4: the decision tree of halting and merging, with the measured share of tokens that goes down each branch.
 
-    The record is that of Table 11's last row, all four mechanisms together; what the paper says about shares of tokens is answered here.
+    The record is that of Table 11's last row, all four mechanisms together.
     """
     record = sentences.measured(outcomes, ALL_FOUR)
     frame, prompts = branches(record), of_prompts(record, "tokens", "active", "halted", "carried")
@@ -263,8 +259,8 @@ DECAYING = {
 _ANSWER = AnsweredBy(
     PANEL,
     HALTING,
-    of_record=lambda record: decay_of_prompts(record)[0],
-    note="halting alone, fitted up to the layers that halted tokens take part in again",
+    of_record=lambda record: Estimate.of(decay_of_prompts(record)[0], record.model.layers / 30),
+    note="halting alone, fitted up to the layers that halted tokens take part in again; for each of 30 layers",
 )
 
 

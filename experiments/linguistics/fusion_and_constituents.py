@@ -24,6 +24,7 @@ from quicksilver.report.figure import GREY, PALETTE, Figure, panels, percent_of_
 from quicksilver.report.table import Column, Panel, Table, interval_columns, with_ends
 
 from .. import drawing as draw
+from ..inside.trace_counts import fused_share
 from . import runs
 
 # Notebook 4 computes the table again.
@@ -49,6 +50,7 @@ def fused(record: Record) -> Fused | None:
 # --- claims -----------------------------------------------------------------------------------------------------------------------
 
 _PHRASE = "the smallest common constituent is a phrase, no clause; gold trees"
+_D3 = "fusion alone with D.3's threshold, at half of the depth; the percentile was taken on other text"
 
 
 def _answer(
@@ -69,8 +71,9 @@ def _precision(key: str, definition: str = "phrase", note: str = _PHRASE) -> Ans
 
 
 def _random(key: str) -> AnsweredBy:
-    """Precision of as many random neighbours."""
-    return _answer(key, lambda one: one.nulls["phrase"]["random"].chance)
+    """Precision of as many random neighbours, and how far it is from that of the fused ones."""
+    beyond = lambda one: Estimate.of(one.nulls["phrase"]["random"].beyond, -1)
+    return _answer(key, lambda one: one.nulls["phrase"]["random"].chance, beyond)
 
 
 def _answers() -> dict[str, AnsweredBy]:
@@ -85,6 +88,7 @@ def _answers() -> dict[str, AnsweredBy]:
         "d5.phrases.precision_pct": _precision(deepest, "np_vp", "the smallest common constituent is an NP or a VP"),
         "s2.phrases.precision_pct": _precision(deepest),
         "s2.phrases.random_precision_pct": _random(deepest),
+        "k.fused.fused_share_pct": AnsweredBy(runs.FUSION, "layer15", of_record=fused_share, note=_D3),
     }
 
 

@@ -1,7 +1,8 @@
 """Rows of tables and figures on their way to records: remembered records are read, refusals give their reason, missing records are made.
 
 `RecordIndex` remembers which record answers a command line, so that it is found without composing configs or importing torch. It covers models
-and texts of the package: others lie in files that may change, and are looked at every time. Any change in the package or in conf/ empties it.
+of the package, and texts of the package or below data.root while no file there changes. Other files are looked at every time. Any change in the
+package or in conf/ empties it.
 The repository has such an index beside its records (`quicksilver dev keep`). Where no folder of data is named, that one also answers about
 other texts: its records are all there is of them."""
 
@@ -181,6 +182,7 @@ def run_context(shared: RunConfig | None, jobs: Sequence[Job] = ()) -> RunContex
 
 _FILE = "cache/answers.json"
 INDEX = f"{KEPT}/answers.json"
+_MADE_HERE = ("pydoc", "python-source", "far-copy", "far-recall")  # by Python's version and a seed
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -202,23 +204,28 @@ class RecordIndex:
         self._known = self._read(_FILE)
         self._index = self._read(INDEX) if records == "any" else {}
         self._changed = False
+        self._stamps: dict[tuple[str, ...], str] = {}
 
     def _read(self, name: str) -> dict[str, Any]:
         kept = read_object(self._store.root / name)
         entries = kept.get("answers") if kept.get("stamp") == self._stamp else None
         known = {key: one for key, one in entries.items() if isinstance(one, dict)} if isinstance(entries, dict) else {}
-        return {key: one for key, one in known.items() if isinstance(one.get("reason", one.get("fingerprint")), str)}
+        known = {key: one for key, one in known.items() if isinstance(one.get("reason", one.get("fingerprint")), str)}
+        return {key: one for key, one in known.items() if isinstance(one.get("files", []), list)}
 
     def index(self) -> dict[str, Any]:
         """What the repository remembers: `INDEX`. A record that it lacks is there with its fingerprint, so that nobody looks again."""
-        return {"stamp": self._stamp, "answers": dict(sorted((self._index | self._known).items()))}
+        named = ("fingerprint", "reason")  # where files lie, and when they were written, is of this machine
+        whole = {key: {name: one[name] for name in named if name in one} for key, one in self._known.items()}
+        known = {key: one | {"outside": True} if self._known[key].get("outside") else one for key, one in whole.items()}
+        return {"stamp": self._stamp, "answers": dict(sorted((self._index | known).items()))}
 
     def get(self, overrides: Sequence[str]) -> Answer | None:
         """The remembered record of a run with these overrides; None: nothing is remembered, or the record is damaged, or its dense record
         is gone."""
         key = _key(overrides)
         kept = self._known.get(key)
-        if kept is None or kept.get("outside"):
+        if kept is None or (kept.get("outside") and kept["outside"] != self._below(overrides, kept.get("files"))):
             kept = self._index.get(key)
             if kept is None or (kept.get("outside") and os.environ.get("QUICKSILVER_DATA")):
                 return None
@@ -238,16 +245,38 @@ class RecordIndex:
         ours = all(str(one.get("_target_", "")).startswith("quicksilver.") and not one.get("calibration") for one in entries)
         fingerprint = answer.record.fingerprint if answer.record is not None else answer.fingerprint
         kept: dict[str, Any] = {"fingerprint": fingerprint} if fingerprint is not None else {"reason": answer.reason}
-        if not (config.model.path.startswith("embedded:") and config.dataset.reader == "pydoc" and ours):
+        if not (ours and config.model.path.startswith("embedded:")):
             kept["outside"] = True
+        elif (dataset := config.dataset).reader not in _MADE_HERE:
+            splits = (dataset.task.train, dataset.task.validation) if dataset.task is not None else ()
+            names = [*filter(None, vars(dataset.files).values()), *(name for split in splits for name in split.files)]
+            kept |= {"outside": (dataset.tagger is None and self._below(overrides, names)) or True, "files": names}
         self._changed |= self._known.get(_key(overrides)) != kept
         self._known[_key(overrides)] = kept
+
+    def _below(self, overrides: Sequence[str], names: Any) -> str | None:
+        """The stamp of files below data.root; None: it is not set, or one of them is not there."""
+        given = (word.partition("=")[2] for word in overrides if word.startswith("data.root="))
+        root = next(given, os.environ.get("QUICKSILVER_DATA"))
+        if not (root and names) or not all((Path(root).expanduser() / str(name)).exists() for name in names):
+            return None
+        key = (root, *map(str, names))
+        self._stamps[key] = self._stamps.get(key) or _stamp_below(*key)
+        return self._stamps[key]
 
     def save(self) -> None:
         """Write what is new, where it can be written."""
         if self._changed:
             self._store.write_cache(_FILE, {"stamp": self._stamp, "answers": self._known})
             self._changed = False
+
+
+def _stamp_below(root: str, *names: str) -> str:
+    """A hash that changes with the place, size or time of any of these files of a folder, or of the files in a folder of it."""
+    places = [Path(root).expanduser() / name for name in names]
+    paths = [path for place in places for path in (sorted(place.rglob("*")) if place.is_dir() else [place]) if path.is_file()]
+    seen = (f"{path.absolute()} {one.st_size} {one.st_mtime_ns} {one.st_ctime_ns}" for path in paths for one in [path.stat()])
+    return hashlib.sha256("\n".join(seen).encode()).hexdigest()
 
 
 def _key(overrides: Sequence[str]) -> str:

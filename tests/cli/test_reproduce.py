@@ -458,7 +458,7 @@ def test_numbers_of_the_findings_are_cells_of_committed_tables(tmp_path):
 
 def test_a_ledger_that_lacks_rows_does_not_replace_the_written_one(harness, monkeypatch, capsys):
     found = {find("table", "11"): ([answers.Job("row", (), reason=REFUSED, error=ConfigError("the text is not at hand"))], [])}
-    monkeypatch.setattr("quicksilver.cli.commands.reproduce.recorded_of_all", lambda *of: (found, {}))
+    monkeypatch.setattr("quicksilver.cli.commands.reproduce.recorded_of_all", lambda *of, **_: (found, {}))
     assert console.main(["claims", f"results_dir={harness.results}"]) == 1
     assert "the text is not at hand" in capsys.readouterr().err
     assert sorted(path.name for path in harness.results.glob("claims*")) == [

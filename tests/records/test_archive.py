@@ -4,6 +4,7 @@ import io
 import json
 import lzma
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+from quicksilver.data.spec import FilesConfig
 from quicksilver.records import archive
 from quicksilver.records.keeping import commit_records
 from quicksilver.records.record import PACKED, PACKED_TRACE, SIGNALS, TRACE, check_files, load_record, record_frame
@@ -299,6 +301,15 @@ def test_a_clone_finds_kept_records_of_texts_that_it_does_not_have(made, tmp_pat
     answers.put(asked, config, Answer(record))
     answers.put(["dataset=forgotten"], config, Answer(fingerprint="0" * 20))
     assert answers.get(asked) is None  # the text may have changed: it is looked at every time
+    (text := tmp_path / "text.txt").write_text("one text")
+    monkeypatch.setenv("QUICKSILVER_DATA", str(tmp_path))
+    dataset = replace(config.dataset, reader="text", task=None, files=FilesConfig(text.name))
+    answers.put(asked, replace(config, model=replace(config.model, path="embedded:any"), dataset=dataset), Answer(record))
+    answers.save()
+    assert RecordIndex(store.root).get(asked) is not None  # below data.root it is remembered until the file changes
+    text.write_text("another text")
+    assert RecordIndex(store.root).get(asked) is None
+    monkeypatch.delenv("QUICKSILVER_DATA")
     index = answers.index()
     assert len(index["answers"]) == 2
     clone = tmp_path / "results"

@@ -234,12 +234,13 @@ class Claims(Command):
 
     def main(self) -> int:
         """Print and write the claims ledger."""
-        from quicksilver.report.claims.ledger import Source, ledger
+        from quicksilver.report.claims.ledger import Source, answers_claims, ledger
         from quicksilver.runs.run import store_of
 
         base = base_config(self.overrides)
         store = store_of(base)
-        found, troubles = recorded_of_all(base, self.overrides, RecordIndex(base.results_dir, base.records))
+        index = RecordIndex(base.results_dir, base.records)
+        found, troubles = recorded_of_all(base, self.overrides, index, wanted=answers_claims)
         failed = [job for jobs, _ in found.values() for job in jobs if job.error is not None]
         sources = [Source(one, outcomes, make_command(one, self.overrides)) for one, (_, outcomes) in found.items()]
         name = name_of(CLAIMS, base, self.overrides)
@@ -268,29 +269,36 @@ def _lacks(store: Store, name: str) -> bool:
 
 
 def jobs_of_all(
-    overrides: Sequence[str], answers: RecordIndex, *, to_run: bool = True, done: Callable[[], None] = lambda: None
+    overrides: Sequence[str],
+    answers: RecordIndex,
+    *,
+    to_run: bool = True,
+    done: Callable[[], None] = lambda: None,
+    wanted: Callable[[Artefact], bool] = lambda _: True,
 ) -> tuple[dict[Artefact, list[Job]], dict[Artefact, str]]:
-    """The jobs of every artefact, and what is wrong with those that have none; `to_run` as in `make_job`, `done` is called after each."""
+    """The jobs of every artefact that is `wanted`, and what is wrong with those that have none; `to_run` as in `make_job`, `done` is called after
+    each."""
     work: dict[Artefact, list[Job]] = {}
     troubles: dict[Artefact, str] = {}
     for artefact in artefacts():
         with collected(troubles, artefact):
-            work[artefact] = jobs_of(artefact, overrides, answers, to_run=to_run)
+            if wanted(artefact):
+                work[artefact] = jobs_of(artefact, overrides, answers, to_run=to_run)
         done()
     return work, troubles
 
 
 def recorded_of_all(
-    base: RunConfig, overrides: Sequence[str], answers: RecordIndex
+    base: RunConfig, overrides: Sequence[str], answers: RecordIndex, wanted: Callable[[Artefact], bool] = lambda _: True
 ) -> tuple[dict[Artefact, tuple[list[Job], list[Outcome]]], dict[Artefact, str]]:
-    """The jobs of every artefact with their outcomes as far as they are on disk, and what is wrong with those that have none; nothing is run.
+    """The jobs of every artefact that is `wanted` with their outcomes as far as they are on disk, and what is wrong with those that have none; nothing is run.
 
     Raises:
         QuickSilverError: the model or the text of `base` cannot be had, and is needed to know what was recorded.
     """
     found: dict[Artefact, tuple[list[Job], list[Outcome]]] = {}
     with counted(len(artefacts()), "reading runs") as read, counted(len(artefacts()), "reading records") as judged:
-        work, troubles = jobs_of_all(overrides, answers, to_run=False, done=read)
+        work, troubles = jobs_of_all(overrides, answers, to_run=False, done=read, wanted=wanted)
         place = run_context(base) if any(job.config is not None for jobs in work.values() for job in jobs) else None
         for artefact, jobs in work.items():
             with collected(troubles, artefact):

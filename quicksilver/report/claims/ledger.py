@@ -171,6 +171,12 @@ class Source:
         return found
 
 
+def answers_claims(artefact: Artefact) -> bool:
+    """Whether it has anything to say in the ledger; the records of others are not read for it."""
+    stated = getattr(artefact.experiment, "STATEMENTS", list) is not list
+    return stated or bool(artefact.answered) or any(row.reported for row in artefact.experiment.rows())
+
+
 # --- one claim --------------------------------------------------------------------------------------------------------------------
 
 
@@ -191,8 +197,8 @@ class _Claim:
 
     @property
     def is_reference(self) -> bool:
-        """Whether others are relative to it: its perplexity is an absolute number."""
-        return self.entry.id == self.entry.against
+        """Whether others are relative to it: it is an absolute number."""
+        return self.id == f"{self.entry.against}.{self.what.base}"
 
     @property
     def stated(self) -> tuple[float | None, float | None]:
@@ -212,21 +218,24 @@ class _Claim:
 
     @property
     def target(self) -> Target:
-        """What is claimed, in the unit in which it is compared: perplexities in percent of the paper's dense one."""
+        """What is claimed, in the unit in which it is compared: perplexities, times and emissions in percent of the paper's dense ones."""
         low, high = self.stated
         if self.what.of_dense is None or self.is_reference:
             return Target(low, high)
         base = reported()[self.entry.against or self.entry.id]
-        dense, slack = base.values["ppl"], base.rounding["ppl"]
+        dense, slack = base.values[self.what.base], base.rounding[self.what.base]
         if self.what.of_dense == "difference":
             return Target(*(None if end is None else 100 * end / dense for end in (low, high)))
-        return Target(100 * ((low or 0.0) / (dense + slack) - 1), 100 * ((high or 0.0) / (dense - slack) - 1))
+        over = (100 * ((low or 0.0) / (dense + slack) - 1), 100 * ((high or 0.0) / (dense - slack) - 1))
+        return Target(*over) if self.what.sense == "cost" else Target(-over[1], -over[0])
 
     @property
     def chance_pct(self) -> float | None:
-        """What the paper says, or implies, that chance gives of a share."""
+        """What the paper says, or implies, that chance gives of a share; of random pairs, what fused ones give."""
         if self.name == "halted_share_pct":
             return halted_by_chance_pct()
+        if self.name == "random_precision_pct":
+            return self.entry.values.get("precision_pct", self.entry.bounds.get("precision_pct", (None,))[0])
         if self.name != "precision_pct":
             return None
         return self.entry.values.get("random_precision_pct", reported()["s2.phrases"].values["random_precision_pct"])
@@ -371,7 +380,8 @@ def _answered(claim: _Claim, answers: Sequence[tuple[Source, AnsweredBy]]) -> tu
             dense = outcome.dense is not None and record.fingerprint == outcome.dense.fingerprint
             reasons.append(_ZERO if dense else "its record does not have this number")
         elif same not in found:
-            found[same] = _judged(claim, answer, outcome, record, measured) | {"artefact": source.artefact.name}
+            where = {"artefact": source.artefact.name, "command": source.command}
+            found[same] = _judged(claim, answer, outcome, record, measured) | where
     return list(found.values()), reasons
 
 
@@ -404,7 +414,9 @@ def _judged(claim: _Claim, answer: AnsweredBy, outcome: Outcome, record: Record,
     if beyond is not None and claim.chance_pct is not None:
         claimed = next(end for end in claim.stated if end is not None)
         verdict = with_its_chance(verdict, difference(claimed, claim.chance_pct, beyond))
-        from_chance = f"{beyond.value:+.1f} points [{beyond.low:.1f} {beyond.high:.1f}] from chance, claimed {claimed - claim.chance_pct:+.1f}"
+        other_pairs = "fused pairs" if claim.name == "random_precision_pct" else "chance"
+        points = f"{beyond.value:+.1f} points [{beyond.low:.1f} {beyond.high:.1f}]"
+        from_chance = f"{points} from {other_pairs}, claimed {claimed - claim.chance_pct:+.1f}"
     modules = record.config.get("modules", {}).items()
     entries = [entry for name, entry in modules if name.startswith("adaptive_quantization")]
     widths = (
@@ -458,7 +470,7 @@ def ledger(sources: Sequence[Source], name: str = "claims", others: Mapping[str,
     elsewhere = {label: standing(found) for label, found in (others or {}).items()}
     there = [
         "; ".join(f"{label}: {found[claim]}" for label, found in elsewhere.items() if found.get(claim) in LEAST_FAVOURABLE[:3])
-        for claim in rows["claim"]
+        for claim in rows["claim"].map(_outcome)
     ]
     rows["elsewhere"] = [said if record else "" for said, record in zip(there, rows["record"], strict=True)]
     panels = [
@@ -470,6 +482,9 @@ def ledger(sources: Sequence[Source], name: str = "claims", others: Mapping[str,
     for label, found in elsewhere.items():
         same = {claim: verdict for claim, verdict in found.items() if claim in outcomes}
         title += f". {label}: {_said(Counter(same.values()))}"
+    if elsewhere:
+        holds = [sum(found.get(claim) == VERDICTS[0] for found in (outcomes, *elsewhere.values())) for claim in outcomes]
+        title += f". Reproduced on all {1 + len(elsewhere)}: {holds.count(1 + len(elsewhere))}; on some: {sum(map(bool, holds))}"
     return Table(name, title, rows, tuple(panels), LEGEND)
 
 
@@ -479,8 +494,15 @@ def standing(rows: pd.DataFrame) -> dict[str, str]:
     outcomes = rows[(rows["kind"] == "claim") & (rows["verdict"] != BY_DEFINITION)]
     return {
         str(claim): min(members, key=LEAST_FAVOURABLE.index)
-        for claim, members in outcomes.groupby("claim", sort=False)["verdict"]
+        for claim, members in outcomes.groupby(outcomes["claim"].map(_outcome), sort=False)["verdict"]
     }
+
+
+def _outcome(claim: str) -> str:
+    """The claim that this one counts with: the first place where its number is printed."""
+    entry, _, name = str(claim).rpartition(".")
+    first = reported()[entry].same_as if entry in reported() else None
+    return claim if first is None else f"{first}.{name}"
 
 
 def _counts(rows: pd.DataFrame) -> str:

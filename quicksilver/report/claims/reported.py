@@ -38,6 +38,7 @@ class Reported:
     group: str = ""
     about: str = ""
     against: str | None = None
+    same_as: str | None = None
     quality: str | None = None
     config: Mapping[str, str] = field(default_factory=dict)
     not_measured: str | None = None
@@ -62,6 +63,7 @@ class Quantity:
     column: str | None = None
     floor: str | None = None
     of_dense: Literal["difference", "level"] | None = None
+    base: str = "ppl"
 
 
 SETTING = Quantity("setting", says="setting")
@@ -145,8 +147,8 @@ class Estimate:
 
     @classmethod
     def of(cls, interval: Any, times: float = 1.0) -> Estimate:
-        """Of anything with `value`, `low` and `high`; `times=100` makes a share a percentage."""
-        return cls(*(float(times * end) for end in (interval.value, interval.low, interval.high)))
+        """Of anything with `value`, `low` and `high`; `times=100` makes a share a percentage, `times=-1` turns its sign."""
+        return cls(float(times * interval.value), *sorted(float(times * end) for end in (interval.low, interval.high)))
 
 
 def judge(sense: Sense, target: Target, estimate: Estimate) -> Verdict:
@@ -173,7 +175,9 @@ def _questions(sense: Sense, target: Target, estimate: Estimate) -> tuple[bool, 
         return (-most <= estimate.value <= most,) * 2
     if sense == "gain":
         assert target.low is not None
-        return estimate.high >= target.low, estimate.low > max(estimate.floor, (1 - NEARLY) * target.low)
+        # Where the noise is as large as the claim, a difference inside it does not say that the claim is missed.
+        lost_in_noise = abs(estimate.value) <= estimate.floor and estimate.floor >= target.low
+        return lost_in_noise or estimate.high >= target.low, estimate.low > max(estimate.floor, (1 - NEARLY) * target.low)
     if sense == "cost":
         assert target.high is not None
         return estimate.low <= target.high, estimate.high < (1 + NEARLY) * target.high
@@ -207,7 +211,7 @@ _ORDER: tuple[Verdict, ...] = ("reproduced", "partly", "not measured", "not repr
 def difference(claimed: float, chance: float, found: Estimate) -> Verdict:
     """The verdict on how far a share is from chance: claimed and found in percent, with the sign that the claim has."""
     if claimed < chance:
-        found = Estimate(-found.value, -found.high, -found.low)
+        found = Estimate.of(found, -1)
     return judge("gain", Target(abs(claimed - chance), None), found)
 
 
@@ -450,6 +454,10 @@ FORMULAS: dict[str, Callable[..., Computed]] = {
     ),
     "more_bits_cost_no_more": lambda fewer, more: Computed(
         f"{fewer:g} with 2-bit tokens, {more:g} with 4 bits in their place", more <= fewer
+    ),
+    "below": lambda guided, static: Computed(f"{guided:g} against {static:g}", guided < static),
+    "not_the_largest": lambda fusion, **others: Computed(
+        f"{fusion:g}%, and the others {', '.join(f'{one:g}' for one in others.values())}%", fusion < max(others.values())
     ),
     "inside_grid": lambda low, high, low_grid, high_grid: Computed(
         f"({low:g}, {high:g}) was found in {low_grid[0]:g}…{low_grid[1]:g} × {high_grid[0]:g}…{high_grid[1]:g}",

@@ -70,8 +70,3 @@ def test_claims_follow_the_ratio_of_times(made):
     worst = impact.worst(given)
     assert worst.low <= worst.value <= worst.high
     assert impact.worst({"baseline": given["baseline"]}) is None
-
-    (record,) = (one.record for one in made["7"][0] if (one.row.panel, one.row.key) == ("continuation", "isolated.quantization"))
-    found, ratio = impact.saved_ms(record), record.measured("latency", LatencyResult).latency_ratio
-    assert found.value == pytest.approx(fakes.DENSE_MS * (1 - ratio.median))
-    assert found.low <= found.value <= found.high

@@ -126,6 +126,7 @@ def test_a_row_names_where_its_number_comes_from(tmp_path):
     one = source(tmp_path, answers={"table11.isolated.halting": AnsweredBy("all", "run")}, saved=0.2)
     assert (frame([one, one])["claim"] == found["claim"]).sum() == 1  # the same record answers a claim once
     assert found["dense_record"] == fakes.fingerprint("dense all")
+    assert found["command"] == COMMAND
 
 
 def refuse(panel):
@@ -140,7 +141,7 @@ FAST, SIMULATED = "table11.isolated.halting.speedup_pct", {"kernels": {"one": "f
     (FAST, {"reason": "refused under all"}, None, "not measured", "refused under all"),
     (FAST, {"saved": 0.3, "changes": SIMULATED}, None, "not measured", "simulated"),
     ("table11.isolated.halting.delta_ppl", {"saved": 0.3, "changes": {"lookahead": True}}, None, "not comparable", "looks ahead"),
-    ("k.fused.fused_share_pct", {"saved": 0.2}, lambda panel: Estimate(15.0, 14.0, 16.0), "not comparable", "a setting"),
+    ("o.bound.bound_holds_share", {"saved": 0.2}, lambda panel: Estimate(1.0, 1.0, 1.0), "not comparable", "γ is any constant"),
     ("f2.joint.speedup_pct", {"saved": 0.2}, refuse, "not measured", "record.json has no entry 'energy'"),
 ])  # fmt: skip
 def test_what_is_not_judged_says_why(tmp_path, claim, options, of, verdict, why):
@@ -291,6 +292,32 @@ def test_a_share_is_judged_by_its_difference_from_chance(tmp_path, share, beyond
     assert found["verdict"] == verdict
     assert "points" in found["why"]
     assert "from chance" in found["why"]
+
+
+@pytest.mark.parametrize(("beyond", "verdict"), [((-0.4, -2.1, 1.3), "not reproduced"), ((-31.0, -33.0, -29.0), "reproduced")])
+def test_what_random_pairs_give_is_judged_by_its_difference_from_fused_ones(tmp_path, beyond, verdict):
+    answer = AnsweredBy("all", "run", of=lambda panel: Estimate(48.2, 48.0, 48.4), beyond_chance=lambda record: Estimate(*beyond))
+    claim = "table9.layer12.random_precision_pct"
+    found = row([source(tmp_path, answers={claim: answer}, saved=0.2)], claim)
+    assert found["verdict"] == verdict
+    assert "from fused pairs" in found["why"]
+
+
+@pytest.mark.parametrize(("claim", "low", "high"), [
+    ("e7.latency.latency_saved_ms", 2.52, 2.61),  # 3.1 of 121.0 ms
+    ("f2.kv_skipping.emissions_g_per_token", 31.68, 34.95),  # 0.34 of 0.51 g
+])  # fmt: skip
+def test_times_and_emissions_are_compared_in_percent_of_dense_ones(claim, low, high):
+    found = row([], claim)
+    assert (found["target_low"], found["target_high"]) == (pytest.approx(low, abs=0.05), pytest.approx(high, abs=0.05))
+
+
+def test_a_number_that_is_printed_again_counts_once(tmp_path):
+    (entry,) = (one for one in reported().values() if one.id == "faq.joint")
+    found = frame([source(tmp_path, named="faq.joint", saved=0.5, per_token=0.003)])
+    counted = standing(found)
+    assert f"{entry.id}.flops_saved_pct" not in counted
+    assert counted[f"{entry.same_as}.flops_saved_pct"] == "reproduced"
 
 
 # --- the command ----------------------------------------------------------------------------------------------------------------

@@ -64,8 +64,14 @@ def test_numbers_are_rounded_as_the_paper_writes_them():
 
 def test_what_an_entry_refers_to_is_there():
     for claim in CLAIMS:
-        if claim.against:
-            assert "ppl" in reported()[claim.against].values, claim.id
+        for what in (quantity(claim, name) for name in claim.quantities):
+            assert not what.of_dense or what.base in reported()[claim.against or claim.id].values, claim.id
+        if claim.same_as:
+            first = reported()[claim.same_as]
+            assert set(claim.quantities) <= set(first.quantities), claim.id
+            assert first.same_as is None, claim.id
+            for name, value in claim.values.items():
+                assert value == pytest.approx(first.values[name], rel=0.06), claim.id  # "nearly 50%" of 47.2
         if claim.quality:
             entry, _, name = claim.quality.rpartition(".")
             assert quantities()[name].kind == "quality", claim.id
@@ -166,6 +172,8 @@ TOTAL, ATTENTION = reported()["table7.total"], reported()["table7.attention"]
     (True, "model_size", (774, 36, 1280, 20), {}),
     (False, "model_size", (774, 36, 1280, 12), {}),
     (True, "entropy_units", (1.0, 0.6931471805599453), {}),
+    (True, "below", (18.2, 18.3), {}),
+    (True, "not_the_largest", (12.6,), {"a": 26.4}),
     (True, "inside_grid", (0.3, 0.6, (0.2, 0.4), (0.5, 0.7)), {}),
     (True, "on_the_scale", ((0, 1),), {"a": 0.4}),
     (True, "energy_of_a_token", (1e-6, 0.4, 121, 512), {}),

@@ -423,25 +423,23 @@ def card(out: Path, recipe: Recipe, history: list[Any], rows: dict[str, int]) ->
         for name, n in rows.items()
     )
     size_mb = sum(path.stat().st_size for path in out.iterdir() if path.name != "README.md") / 1e6
-    falling = "; ".join(f"from step {first} straight to 0 at step {last}" for first, last in falls) or "straight to 0 at the end"
+    falling = f"over steps {', '.join(f'{first} to {last}' for first, last in falls)}" if falls else "at the end"
     options = [f"--falls {' '.join(f'{first}-{last}' for first, last in falls)}"] if falls else []
     epochs = " ".join(f"{name}={value:g}" for name, value in recipe.epochs.items())
     command = " ".join(
         ["python scripts/finetune.py", recipe.base, "--tasks", epochs, *options, *changed(recipe), "--work W --out O"]
     )
     what = f"low-rank updates of rank {recipe.lora} of all matrices, merged," if recipe.lora else "all weights"
-    early = ", which is less than the plan's epochs where the learning rate was let fall early" if falls else ""
-    kept = ": SST-2's are phrases of the sentences that it was trained on, so that the validation sentences are harder"
+    early = "; where the rate fell early, that is less than the plan" if falls else ""
+    kept = ". SST-2's are phrases of the sentences that it was trained on. The validation sentences are harder"
     if recipe.held == "sentences":
-        kept = "; of tasks of one sentence they are whole sentences, and nothing that is in them alone was trained on"
+        kept = ". In tasks of one sentence they are whole sentences. Nothing that is in them alone was trained on"
     before = start_of(recipe.base) / "training.json"
     if before.is_file() and set(rows) & set(json.loads(before.read_text()).get("rows", ())):
-        kept += (
-            ". But the base model was trained on these tasks before, and on most of these rows: the accuracy on them is too high"
-        )
+        kept += ". The base model was trained on most of them before, so their accuracy is too high"
     return f"""# {out.name}
 
-{recipe.base}, {what} fine-tuned on label words of {", ".join(rows)}, stored in bfloat16 ({size_mb:.1f} MB): the answer is the \
+{recipe.base}, {what} fine-tuned on label words of {", ".join(rows)}, stored in bfloat16 ({size_mb:.1f} MB). The answer is the \
 likeliest label word after the prompt (templates: conf/dataset). It exists so that tasks can be measured without a network.
 
 | task | rows trained on | epochs of the plan | accuracy on its kept rows, at the end | licence |
@@ -453,9 +451,9 @@ near its most frequent answer was not learned by a model of this size.
 
 ![learning curve](learning_curve.png)
 
-Steps of at most {recipe.batch_tokens} tokens, examples of one task and of like length; AdamW ({recipe.lr:g}), warmup of \
-{recipe.warmup_steps} steps, then falling; {falling}; {history[-1]["step"]} steps in all{early}. Cross-entropy of the label word, and \
-{recipe.prefix_loss:g} times that among the label words after each token of one-sentence tasks (in training only). bfloat16 autocast, \
+Steps of at most {recipe.batch_tokens} tokens, examples of one task and of like length. AdamW ({recipe.lr:g}), warmup of \
+{recipe.warmup_steps} steps, then falling. It falls straight to 0 {falling}. {history[-1]["step"]} steps in all{early}. Loss: cross-entropy of the \
+label word. Tasks of one sentence add {recipe.prefix_loss:g} times that of the label words after each token. With bfloat16 autocast, \
 seed {recipe.seed}, one thread of a CPU.
 
 Again: `{command}` (needs the rows below `--data-root`).

@@ -110,9 +110,10 @@ def card(name: str, folder: Path, data_root: Path) -> str:
     rows = [
         f"# {name}", "",
         f"A {recipe['family'].upper() if recipe['family'] == 'gpt2' else 'Llama'}-architecture language model of {parameters / 1e6:.2f} M parameters, "
-        f"trained from scratch for QuickSilver: {recipe['layers']} layers, width {recipe['width']}, {recipe['heads']} heads"
+        f"trained from scratch for QuickSilver. It has {recipe['layers']} layers, width {recipe['width']}, {recipe['heads']} heads"
         + (f" ({recipe['kv_heads']} key-value heads, SwiGLU)" if recipe["family"] == "llama" else "")
-        + f", context {recipe['context_tokens']}, byte-level BPE of {recipe['vocab_size']} entries, tied embeddings, stored in bfloat16 ({size_mb:.1f} MB).",
+        + f", and a context of {recipe['context_tokens']} tokens. Its byte-level BPE has {recipe['vocab_size']} entries; embeddings are tied. "
+        f"It is stored in bfloat16 ({size_mb:.1f} MB).",
         purpose(name), "",
         *((WITHOUT_WEIGHTS.format(name=name), "") if (folder / LEFT_OUT).is_file() else ()),
         "```python", f'AutoModelForCausalLM.from_pretrained("quicksilver/models/reference/{name}")', "```", "",
@@ -145,14 +146,14 @@ def card(name: str, folder: Path, data_root: Path) -> str:
         )
     trained = Recipe.from_saved(recipe)
     steps, decay = trained.steps, trained.steps - min(trained.decay_start, *(trained.shortened or (trained.steps,)))
-    windows = f"{recipe['stable_context_tokens']}-token windows while the learning rate is constant, {recipe['context_tokens']} while it falls"
+    windows = f"Windows have {recipe['stable_context_tokens']} tokens while the learning rate is constant, and {recipe['context_tokens']} while it falls (the last {decay} steps)."
     if trained.long_from_tokens == 0:
-        windows = f"{recipe['context_tokens']}-token windows; the learning rate falls at the end"
+        windows = f"Windows have {recipe['context_tokens']} tokens. The learning rate falls in the last {decay} steps."
     begun = f" It goes on from {trained.start}." if trained.start else ""
     rows += [
         "", "## Training", "",
-        f"{steps * recipe['batch_tokens'] / 1e6:.1f} M tokens in {steps} steps of {recipe['batch_tokens']:,}; {windows} "
-        f"(the last {decay} steps).{begun} Muon ({recipe['lr_muon']}) for the layers' matrices, AdamW ({recipe['lr_adamw']}) for the rest, bfloat16 autocast, seed {recipe['seed']}.",
+        f"{steps * recipe['batch_tokens'] / 1e6:.1f} M tokens in {steps} steps of {recipe['batch_tokens']:,}. {windows}"
+        f"{begun} Muon ({recipe['lr_muon']}) for the layers' matrices, AdamW ({recipe['lr_adamw']}) for the rest, bfloat16 autocast, seed {recipe['seed']}.",
         f"{training['hours']:.1f} hours on {training['threads']} thread(s) of {training['device'].upper()}, shared with other work; torch {training['torch']}. A compute-limited model: the curve was still falling.", "",
         f"Again: `make train-reference MODEL={name}` (needs the text, see `--data-root`). The same seed, machine and packages give the same weights. The docstrings are those of the installed packages. Other versions give a similar corpus, not the same.", "",
         "## Limits", "", "English and Python documentation only; a few million training tokens; no instruction tuning, no safety work. Facts it states are not to be believed.", "",

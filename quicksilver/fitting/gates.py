@@ -455,9 +455,10 @@ _CARD = """\
 # Gates of learned halting for {model}
 
 Which tokens of a prompt may stop after which layer (docs/learned-halting.md). Trained on the frozen model by
-`python scripts/train_halting.py language`, on one half of the calibrating parts of the texts. KL: to the dense model, nats a token of the 64 after a
-prompt of 448, on windows of the other half, with the number on the biases of gates that drop that makes the prompt save what was asked.
-At the start: the rule that training began with, the oldest tokens first, at the same budget on the same windows.
+`python scripts/train_halting.py language`, on one half of the calibrating parts of the texts. KL is to the dense model, in nats a
+token, over the 64 tokens after a prompt of 448. Its windows are of the other half. A number is added to the gates' biases, so that the prompt saves
+what was asked.
+At the start: the rule that training began with, at the same budget on the same windows. It takes the oldest tokens first.
 
 | file | gates after layers | predicted from | texts | windows | steps × batch | seed | saved % | KL | KL at the start | kept |
 |---|---|---|---|--:|--:|--:|--:|--:|--:|---|

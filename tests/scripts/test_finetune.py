@@ -106,7 +106,7 @@ def test_whole_sentences_are_kept_out_and_the_n_gram_model_takes_its_share(place
     assert all(torch.equal(tensor, found[name]) for name, tensor in weights(train(place, tmp_path / "cut", made)).items())
     again = (tmp_path / "all" / "out" / "README.md").read_text()
     assert "--plan-dropout 0.2 --held sentences --distil 0.5 --whole-sentences 1 --attention eager" in again
-    assert "nothing that is in them alone was trained on" in again
+    assert "Nothing that is in them alone was trained on" in again
     for name, off in {"distil": 0.0, "whole_sentences": 0.0, "plan_dropout": 0.0}.items():
         other = weights(train(place, tmp_path / name, dataclasses.replace(made, **{name: off})))
         assert any(not torch.equal(tensor, found[key]) for key, tensor in other.items()), name

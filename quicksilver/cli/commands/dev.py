@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SCRIPT = REPOSITORY / "scripts" / "benchmark.py"
-PARTS = ("runtime", "prediction", "quantization", "break_even", "scaling")
+PARTS = ("runtime", "prediction", "quantization", "break_even", "scaling", "lengths")
 
 
 @dataclass

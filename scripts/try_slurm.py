@@ -320,8 +320,10 @@ def one_run(folder: Path, windows: int) -> dict[str, float | int]:
             heads[-1].kill()
             heads[-1].wait()
 
-        def the_time() -> None:  # the signal that Slurm sends before a job's time is over
-            slurm_does("scancel", "--signal=USR2", "--batch", jobs()[0])
+        def the_time() -> None:  # Slurm signals the job that its time is nearly over, and ends it after a minute
+            job = jobs()[0]
+            slurm_does("scontrol", "update", f"JobId={job}", "TimeLimit=1")
+            _until(lambda: job not in jobs(), 180, "a job goes on after its time")
 
         def the_memory() -> None:
             slurm_does("scancel", "--partition=main")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shlex
 import shutil
 import sys
@@ -63,6 +64,19 @@ def needing(what: str, extra: str) -> Iterator[None]:
         if (error.name or "").split(".")[0] == "quicksilver":
             raise
         raise ConfigError(f"{what} needs {error.name}, which is not installed: pip install 'quicksilver[{extra}]'.") from error
+
+
+@contextmanager
+def gc_disabled() -> Iterator[None]:
+    """Within, Python looks for no garbage. Imports and ten thousand records make half a million objects that all stay. Looking through them again and
+    again takes a seventh of the time."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 @contextmanager

@@ -7,7 +7,6 @@ line and of conf/ mean the same, and a sweep has a manifest in the results folde
 from __future__ import annotations
 
 import dataclasses
-import gc
 import os
 import re
 import signal
@@ -26,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from quicksilver.cli.arguments import SweepOptions
 from quicksilver.cli.main import Terminated, say
-from quicksilver.cli.progress import SAYS_EVERY_S, progress_bar, show_fault, summary, width
+from quicksilver.cli.progress import SAYS_EVERY_S, gc_disabled, progress_bar, show_fault, summary, width
 from quicksilver.models import parallel
 from quicksilver.models.loading import check_fits
 from quicksilver.models.spec import ModelConfig
@@ -173,19 +172,6 @@ class Composed:
     def configs(self) -> list[RunConfig]:
         """Of the runs that have a plan."""
         return [planned.wanted[0].config for planned in self.plans.values()]
-
-
-@contextmanager
-def gc_disabled() -> Iterator[None]:
-    """Within, Python looks for no garbage: importing torch and transformers makes half a million objects that all stay, and looking through them
-    again and again takes a seventh of the time."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
 
 
 def _settings(overrides: Sequence[str], extra_dirs: Sequence[Path]) -> DictConfig:

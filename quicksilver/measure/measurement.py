@@ -48,14 +48,12 @@ def decoded(cls: type[T], content: Any, where: str = "") -> T:
     """
     if not isinstance(content, Mapping):
         raise Mistyped.at(where or cls.__name__, content, "an object")
-    of: Any = cls
     arguments = {}
-    for field in dataclasses.fields(of):
-        place = f"{where}.{field.name}" if where else field.name
-        if field.name in content:
-            arguments[field.name] = value(_types(of)[field.name], content[field.name], place)
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise Mistyped(f"{place} is missing")
+    for name, kind, required in _fields(cls):
+        if name in content:
+            arguments[name] = value(kind, content[name], f"{where}.{name}" if where else name)
+        elif required:
+            raise Mistyped(f"{f'{where}.{name}' if where else name} is missing")
     try:
         return cls(**arguments)
     except ValueError as error:  # what the dataclass itself refuses
@@ -63,8 +61,18 @@ def decoded(cls: type[T], content: Any, where: str = "") -> T:
 
 
 @functools.cache
-def _types(cls: Any) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+def _fields(cls: Any) -> list[tuple[str, Any, bool]]:
+    """Name, type, and whether there is no default."""
+    kinds, missing = typing.get_type_hints(cls), dataclasses.MISSING
+    return [
+        (one.name, kinds[one.name], one.default is missing and one.default_factory is missing) for one in dataclasses.fields(cls)
+    ]
+
+
+@functools.cache
+def _shape(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Of `list[int]`: list and (int,)."""
+    return get_origin(kind) or kind, get_args(kind)
 
 
 _NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
@@ -72,9 +80,9 @@ _NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or 
 
 def value(kind: Any, content: Any, where: str) -> Any:
     """`content` as a value of the annotated type `kind`."""
-    origin, inner = get_origin(kind) or kind, get_args(kind)
-    if kind is Any:
+    if kind is Any or (kind in (int, str, bool) and type(content) is kind):
         return content
+    origin, inner = _shape(kind)
     if origin in (Union, types.UnionType):
         return _one_of(inner, content, where)
     if origin is Literal:
@@ -89,6 +97,8 @@ def value(kind: Any, content: Any, where: str) -> Any:
     if origin in (dict, Mapping):
         if not isinstance(content, Mapping):
             raise Mistyped.at(where, content, "an object")
+        if inner[1:] == (Any,):
+            return dict(content)
         return {key: value(inner[1] if inner else Any, one, f"{where}.{key}") for key, one in content.items()}
     if dataclasses.is_dataclass(kind):
         return decoded(typing.cast(type, kind), content, where)

@@ -42,7 +42,8 @@ class Identity:
 
     def to_json(self) -> dict[str, Any]:
         """As record.json has it."""
-        return canonical(dataclasses.asdict(self))
+        found: dict[str, Any] = canonical(vars(self))
+        return found
 
     @property
     def fingerprint(self) -> str:

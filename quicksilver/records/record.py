@@ -426,14 +426,16 @@ def _contradiction(record: Record) -> str | None:
 
 def _impossible(node: Any, key: str = "") -> str | None:
     """A number of a result whose name says that it cannot be so: a length, a time or a count below 0, a share outside of 0 to 1."""
-    if isinstance(node, Mapping | list):
-        entries = node.items() if isinstance(node, Mapping) else ((key, entry) for entry in node)
-        return next((why for name, entry in entries if (why := _impossible(entry, str(name)))), None)
-    if isinstance(node, bool) or not isinstance(node, int | float):
-        return None
-    if _SHARE.search(key) and not -_ROUNDING <= node <= 1 + _ROUNDING:
-        return f"{key} is {node:g}, and no share from 0 to 1"
-    return f"{key} is {node:g}, and below 0" if _AMOUNT.search(key) and node < -_ROUNDING else None
+    for name, entry in node.items() if isinstance(node, dict) else ((key, one) for one in node):
+        if isinstance(entry, dict | list):
+            if why := _impossible(entry, str(name)):
+                return why
+        elif type(entry) in (int, float) and not 0 <= entry <= 1:
+            if _SHARE.search(name) and not -_ROUNDING <= entry <= 1 + _ROUNDING:
+                return f"{name} is {entry:g}, and no share from 0 to 1"
+            if entry < -_ROUNDING and _AMOUNT.search(name):
+                return f"{name} is {entry:g}, and below 0"
+    return None
 
 
 def _required(result: type[Result]) -> list[dataclasses.Field[Any]]:

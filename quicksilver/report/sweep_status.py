@@ -22,6 +22,8 @@ from quicksilver.runs.sweep import FOLDER, PAGE, RunState, Sweep, names, time_le
 from quicksilver.runtime.errors import ConfigError
 
 NUMBERS, NEW_NUMBERS = "numbers.json", 20  # it is written anew once it lacks so many
+MOST_INTERVALS = 300  # of one look; one takes as long as ten records without
+LATER = "interval_later"
 STATES = ("done", "running", "failed", "waiting")
 _NUMBERS = {
     "ppl": "perplexity", "delta_ppl_pct": "Δ to dense, %", "kl_nats": "KL, nats", "executed_flops_saved_pct": "executed FLOPs saved, %",
@@ -30,13 +32,14 @@ _NUMBERS = {
 
 
 class Board:
-    """The table of one sweep. Numbers of records are kept in `numbers.json` beside the page: ten thousand are not read for each look."""
+    """The table of one sweep. Numbers of records are kept in `numbers.json` beside the page: ten thousand are not read for each look. Where many are
+    read at once, some get their intervals by later looks."""
 
     def __init__(self, sweep: Sweep) -> None:
         self.sweep = sweep
         found = read_object(sweep.folder / NUMBERS)
         self._found: dict[str, dict[str, Any]] = {name: row for name, row in found.items() if isinstance(row, dict)}
-        self._kept = len(self._found)
+        self._new, self._intervals = 0, MOST_INTERVALS
         self._outdated, self._written, self._took_s = False, float("-inf"), 0.0
 
     def rows(self, most: int | None = None) -> list[dict[str, Any]]:
@@ -48,10 +51,12 @@ class Board:
         states = self.sweep.states()
         done = [place for place, state in enumerate(states) if state.folder is not None]
         read = set(done if most is None else done[:: max(1, len(done) // most)])
+        fresh = sum(state.folder.name not in self._found for place, state in enumerate(states) if place in read and state.folder)
+        self._intervals = MOST_INTERVALS - fresh // 10
         rows = [self._row(state) | (self._numbers(state.folder) if place in read else {}) for place, state in enumerate(states)]
-        if len(self._found) > self._kept + NEW_NUMBERS:
+        if self._new > NEW_NUMBERS:
             self.sweep.store.write_cache(f"{FOLDER}/{self.sweep.manifest.name}/{NUMBERS}", self._found)
-            self._kept = len(self._found)
+            self._new = 0
         return rows
 
     def _row(self, state: RunState) -> dict[str, Any]:
@@ -71,12 +76,15 @@ class Board:
         """Those of the record in that folder; of one that cannot be read, its `error`."""
         assert folder is not None
         made = folder.stat().st_mtime_ns if folder.is_dir() else 0
-        if self._found.get(folder.name, {}).get("made") != made:
+        there, more = self._found.get(folder.name, {}), self._intervals > 0
+        if there.get("made") != made or (LATER in there and more):
             try:
-                self._found[folder.name] = {**numbers(load_record(folder)), "made": made}
+                there = self._found[folder.name] = {**numbers(load_record(folder), more), "made": made}
             except ConfigError as error:
                 return {"error": str(error)}
-        return self._found[folder.name]
+            self._new += 1
+            self._intervals -= "low" in there
+        return there
 
     def headline(self, rows: Sequence[Mapping[str, Any]]) -> str:
         """`NAME: 17 of 200 done, 2 running, 1 failed, 180 waiting; 2 at work, 1 job in the queue, about 12 min left`."""
@@ -104,6 +112,8 @@ class Board:
         words = len(wide) - len(_NUMBERS)  # these columns hold words, and stand to the left
         left = sum(wide) + 2 * len(wide)
         said = [self.headline(rows)]
+        if later := sum(LATER in row for row in rows):
+            said.append(f"{later} rows have no interval yet: each further look computes {MOST_INTERVALS}.")
         for line in lines:
             cells = (
                 text.ljust(to) if at < words else text.rjust(to) for at, (text, to) in enumerate(zip(line, wide, strict=False))
@@ -201,14 +211,16 @@ def _points(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return points
 
 
-def numbers(record: Record) -> dict[str, Any]:
-    """What a row shows of a record."""
+def numbers(record: Record, interval: bool = True) -> dict[str, Any]:
+    """What a row shows of a record; an `interval` that it may have, and is not asked for, is marked `LATER`."""
     row: dict[str, Any] = {"ppl": record.quality.ppl, "seconds": record.seconds, "kl_nats": record.quality.kl_nats}
     if record.dense is not None:
         row["delta_ppl_pct"] = 100 * (record.quality.ppl / record.dense.ppl - 1)
         row["executed_flops_saved_pct"] = record.flops_saved_pct("executed")
-        frame = record.windows
-        if len(frame) >= MIN_WINDOWS:
+        if record.data.windows >= MIN_WINDOWS and not interval:
+            row[LATER] = True
+        elif record.data.windows >= MIN_WINDOWS:
+            frame = record.windows
             paired = paired_perplexity(frame["nll_nats"], frame["tokens"], frame["dense_nll_nats"])
             row |= {"delta_ppl_pct": paired.relative_pct, "low": paired.relative_pct_low, "high": paired.relative_pct_high}
     return {key: value for key, value in row.items() if value is not None}

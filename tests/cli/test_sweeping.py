@@ -15,7 +15,7 @@ import quicksilver.runs.run as harness_run
 from quicksilver.cli import main as console
 from quicksilver.cli import progress, sweeping
 from quicksilver.models import loading
-from quicksilver.records import lease
+from quicksilver.records import lease, stats
 from quicksilver.records.record import record_frame
 from quicksilver.records.store import Draft, Store
 from quicksilver.report import sweep_status
@@ -299,7 +299,7 @@ def test_only_processes_that_live_are_at_work(sweep_folder):
 def test_a_look_reads_no_record_twice_and_few_where_few_are_enough(made, tmp_path, monkeypatch):
     results = shutil.copytree(made[0], tmp_path / "results")
     read = []
-    monkeypatch.setattr(sweep_status, "numbers", lambda record: read.append(record.fingerprint) or {"seconds": 1.0})
+    monkeypatch.setattr(sweep_status, "numbers", lambda record, interval: read.append(record.fingerprint) or {"seconds": 1.0})
     (results / "sweeps" / "depths" / "numbers.json").unlink(missing_ok=True)
     board = Board(Sweep.load(results, "depths"))
     assert [("seconds" in row) for row in board.rows(most=1)] == [True, False, False]
@@ -311,6 +311,22 @@ def test_a_look_reads_no_record_twice_and_few_where_few_are_enough(made, tmp_pat
     assert read[3:] == read[:1]
     (results / "sweeps" / "depths" / "numbers.json").write_text("[]")
     assert len(Board(Sweep.load(results, "depths")).rows()) == 3
+
+
+def test_a_look_at_many_new_records_leaves_intervals_to_the_next(made, tmp_path, monkeypatch):
+    results = shutil.copytree(made[0], tmp_path / "results")
+    (results / "sweeps" / "depths" / "numbers.json").unlink(missing_ok=True)
+    board = Board(Sweep.load(results, "depths"))
+    for module in (sweep_status, stats):
+        monkeypatch.setattr(module, "MIN_WINDOWS", 3)
+    monkeypatch.setattr(sweep_status, "MOST_INTERVALS", 0)
+    points, text = board.rows(), board.text()
+    monkeypatch.setattr(sweep_status, "MOST_INTERVALS", 2)
+    assert [sum("low" in row for row in board.rows()) for _ in range(2)] == [2, 3]
+    assert text.splitlines()[1] == "3 rows have no interval yet: each further look computes 0."
+    assert "no interval" not in board.text()
+    for before, after in zip(points, board.rows(), strict=True):
+        assert before["delta_ppl_pct"] == pytest.approx(after["delta_ppl_pct"], abs=1e-9)
 
 
 def test_a_worker_goes_through_the_runs_once(sweep_folder, monkeypatch):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from quicksilver.cli.arguments import ResultsFolder
-from quicksilver.cli.progress import needing, width
+from quicksilver.cli.progress import gc_disabled, needing, width
 from quicksilver.report.artefacts import artefacts, listing
 from quicksilver.runs.choices import choices, config_dir
 from quicksilver.runtime.errors import ConfigError
@@ -57,7 +57,8 @@ class List(ResultsFolder):
 
         for name in self.names[1:]:
             board = Board(Sweep.load(self.results_dir, name))
-            print(board.text(width()))
+            with gc_disabled():
+                print(board.text(width()))
             return 1 if any(state.state == "failed" for state in board.sweep.states()) else 0
         for name in names(self.results_dir):
             board = Board(Sweep.load(self.results_dir, name))

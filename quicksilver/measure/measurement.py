@@ -48,8 +48,9 @@ def decoded(cls: type[T], content: Any, where: str = "") -> T:
     """
     if not isinstance(content, Mapping):
         raise Mistyped.at(where or cls.__name__, content, "an object")
+    of: Any = cls
     arguments = {}
-    for name, kind, required in _fields(cls):
+    for name, kind, required in _fields(of):
         if name in content:
             arguments[name] = value(kind, content[name], f"{where}.{name}" if where else name)
         elif required:
@@ -97,8 +98,6 @@ def value(kind: Any, content: Any, where: str) -> Any:
     if origin in (dict, Mapping):
         if not isinstance(content, Mapping):
             raise Mistyped.at(where, content, "an object")
-        if inner[1:] == (Any,):
-            return dict(content)
         return {key: value(inner[1] if inner else Any, one, f"{where}.{key}") for key, one in content.items()}
     if dataclasses.is_dataclass(kind):
         return decoded(typing.cast(type, kind), content, where)

@@ -12,7 +12,6 @@ every record stays what it is.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import inspect
 import json

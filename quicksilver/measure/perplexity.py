@@ -313,13 +313,17 @@ def score(
                 resident += run.kv_bytes.resident
             if progress is not None:
                 progress(block.stop, len(windows))
-            return Block(rows, run.trace, billed, resident)
+            return Block(rows, run.trace.compact(), billed, resident)
 
-        found = list(keep(blocks, compute))
+        frames, traces, billed, resident = [], [], 0, 0
+        for block in keep(blocks, compute):  # one at a time: rows take ten times the memory of their frame
+            frames.append(pd.DataFrame(block.rows))
+            traces.append(block.trace)
+            billed += block.kv_bytes_billed
+            resident += block.kv_bytes_resident
         run.reset()
-    frame = pd.DataFrame([row for block in found for row in block.rows]).astype({"bytes": "Int64"})
-    billed, resident = sum(block.kv_bytes_billed for block in found), sum(block.kv_bytes_resident for block in found)
-    return Scores(frame, Trace.concat(block.trace for block in found), billed, resident)
+    frame = pd.concat(frames, ignore_index=True).astype({"bytes": "Int64"})
+    return Scores(frame, Trace.concat(traces), billed, resident)
 
 
 def _scored(

@@ -58,7 +58,7 @@ class Blocks:
         def keep(blocks: Sequence[range], compute: Callable[[range], Block]) -> Iterable[Block]:
             folder = self._folder_of(len(blocks[0]))
             paths = {block: folder / f"{name}-{block.start:06d}.block" for block in blocks}
-            mine: dict[range, Block] = {}
+            mine: set[range] = set()
             while left := [block for block in blocks if not paths[block].exists()]:
                 taken = len(mine)
                 for block in left:
@@ -70,7 +70,8 @@ class Blocks:
                     try:
                         with held:
                             if not paths[block].exists():
-                                mine[block] = self._compute(paths[block], block, compute)
+                                self._compute(paths[block], block, compute)
+                                mine.add(block)
                     except BaseException:
                         with suppress(OSError):  # others are there, or whole blocks
                             folder.rmdir()
@@ -78,8 +79,8 @@ class Blocks:
                         raise
                 if len(mine) == taken:
                     time.sleep(NAP_S)  # all that is left is computed elsewhere
-            found = ((path, block, mine.pop(block, None) or self._read(path)) for block, path in paths.items())
-            return (one or self._compute(path, block, compute) for path, block, one in found)
+            # Those computed here are read again, too: memory does not grow with what is behind.
+            return (self._read(path, block in mine) or self._compute(path, block, compute) for block, path in paths.items())
 
         return keep
 
@@ -90,14 +91,14 @@ class Blocks:
             write_atomically(path, packed(found, time.monotonic() - began), sync=False)
         return found
 
-    def _read(self, path: Path) -> Block | None:
-        """The block; None: its file is damaged, which is said."""
+    def _read(self, path: Path, mine: bool) -> Block | None:
+        """The block; None: its file is damaged, which is said. The seconds of one that is `mine` are counted already."""
         try:
             block, seconds = unpacked(path.read_bytes())
         except (ValueError, OSError) as error:
             _say(f"{path} is damaged ({error}): these windows are scored again, all others are taken as they are.")
             return None
-        self.seconds += seconds
+        self.seconds += 0 if mine else seconds
         return block
 
     def _folder_of(self, windows: int) -> Path:
@@ -143,7 +144,7 @@ def unpacked(file: bytes) -> tuple[Block, float]:
         raise ValueError("its digest is another")
     first, _, tensors = content.partition(b"\n")
     about: dict[str, Any] = parse_json(first)
-    trace = Trace.from_tensors(load(tensors), about["trace"])
+    trace = Trace.from_tensors(load(tensors), about["trace"]).compact()
     return Block(about["rows"], trace, about["kv_bytes_billed"], about["kv_bytes_resident"]), about["seconds"]
 
 

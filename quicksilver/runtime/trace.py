@@ -97,6 +97,12 @@ class PassTrace(Decisions):
         return self.mapped(torch.Tensor.cpu)
 
 
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """The same; what is alike for all tokens is held once."""
+    first = tensor.flatten()[:1]
+    return first.clone().expand(tensor.shape) if tensor.numel() > 1 and bool((tensor == first).all()) else tensor
+
+
 def _parts(event: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of an event."""
     return ((name, value) for name, value in vars(event).items() if name != "layer")
@@ -116,6 +122,10 @@ class Trace:
     def active_counts(self) -> torch.Tensor:
         """(L,) long: active tokens in each layer, summed over passes and sequences."""
         return torch.tensor([sum(int(p.active(layer).sum()) for p in self.passes) for layer in range(self.n_layers)])
+
+    def compact(self) -> Trace:
+        """The same in less memory: a dense run of any length holds a few numbers a pass."""
+        return Trace(self.n_layers, [one.mapped(_once) for one in self.passes])
 
     @classmethod
     def concat(cls, traces: Iterable[Trace]) -> Trace:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from quicksilver.runs.config import compose
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.run import ensure, plan
 from quicksilver.runtime.errors import QuickSilverError
+from quicksilver.runtime.trace import _TENSORS as TENSORS
 
 DENSE_BLOCKS = 3  # ten windows in batches of two, two batches a block
 CONTEXT = RunContext()  # the model is loaded once
@@ -131,6 +133,25 @@ def test_wherever_it_is_killed_no_block_is_computed_twice(deaths, whole, world, 
                 continue
     same(record, whole["all"])
     assert len(written) == len(set(written))
+
+
+def test_memory_holds_one_block_at_a_time_and_one_number_for_decisions_that_are_alike(world, tmp_path, monkeypatch):
+    compute, alive, most = Blocks._compute, [], []
+
+    def write(self, path, block, how):
+        most.append(sum(one() is not None for one in alive))
+        found = compute(self, path, block, how)
+        alive.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(Blocks, "_compute", write)
+    traces = []
+    monkeypatch.setattr(perplexity.Trace, "concat", lambda found: traces.extend(found) or found[0])
+    run(world, tmp_path / "results")
+    assert most == [0] * DENSE_BLOCKS
+    held = [getattr(one, name).untyped_storage().nbytes() for trace in traces for one in trace.passes for name in TENSORS]
+    assert len(held) == 5 * len(TENSORS)
+    assert max(held) <= 2
 
 
 def killed_run(world, results: Path, computed, after: int = 4) -> list[Path]:

@@ -148,6 +148,7 @@ def summary(record: Record) -> str:
     from quicksilver.measure.components import ComponentsResult
     from quicksilver.measure.deployment import DeploymentResult
     from quicksilver.measure.energy import EmissionsResult, EnergyResult
+    from quicksilver.measure.latency import DevicesResult
     from quicksilver.measure.task import TaskResult
 
     data, quality = record.data, record.quality
@@ -161,7 +162,7 @@ def summary(record: Record) -> str:
         lines += _against_dense(record)
     results: dict[str, type[Result]] = {
         "audit": AuditResult, "task": TaskResult, "emissions": EmissionsResult, "components": ComponentsResult, "energy": EnergyResult,
-        "deployment": DeploymentResult,
+        "deployment": DeploymentResult, "devices": DevicesResult,
     }  # fmt: skip
     lines += [
         f"  {name:<12} {found.line()}" for name, result in results.items() if (found := record.found(name, result)) is not None

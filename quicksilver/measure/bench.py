@@ -16,6 +16,7 @@ from quicksilver.measure.measurement import Measurement, Result
 from quicksilver.measure.perplexity import Keep, Protocol, keep_nothing
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import RuntimeModule
+from quicksilver.runtime.placement import ranks_of
 from quicksilver.runtime.run import Execution, Run, apply
 from quicksilver.runtime.trace import Trace
 
@@ -87,6 +88,11 @@ class Bench:
     dense: DensePasses | None = None
     decision_layers: Sequence[int] | None = None
     keep: Callable[[str], Keep] = lambda name: keep_nothing
+
+    @property
+    def parts(self) -> int:
+        """How many processes share one model."""
+        return ranks_of(self.model).size
 
     @property
     def batch(self) -> torch.Tensor:

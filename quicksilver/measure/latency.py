@@ -340,3 +340,71 @@ class Latency(Measurement):
                 f"{prefix}timing_warnings": times.warnings,
             }
         return LatencyResult(**found)
+
+
+@dataclass(frozen=True)
+class DevicesResult(Result):
+    """One batch in every process at once. Lists have one entry a process, in the order of their ranks.
+
+    Attributes:
+        processes: that torchrun started; `replicas` of the model, each of which makes a pass over a batch of `tokens`.
+        tokens_per_s: of all replicas together, by the slowest process; `dense_tokens_per_s` of the dense model in turns with it.
+        ms_by_rank, dense_ms_by_rank: medians by the clock of each process, from a common start.
+        peak_memory_bytes_by_rank: of the device of each process, or of the process on a CPU.
+        timing_warnings: why these times may be worth less than they look.
+    """
+
+    processes: int
+    replicas: int
+    tokens: int
+    tokens_per_s: float
+    dense_tokens_per_s: float
+    ms_by_rank: list[float]
+    dense_ms_by_rank: list[float]
+    peak_memory_bytes_by_rank: list[int]
+    timing_warnings: list[str]
+
+    def line(self) -> str:
+        most = max(self.peak_memory_bytes_by_rank) / 2**30
+        how = f"{self.replicas} × {self.processes // self.replicas} processes (replicas × parts of a model)"
+        return (
+            f"{self.tokens_per_s:.4g} tokens a second, dense {self.dense_tokens_per_s:.4g}, by {how}, {most:.2f} GiB each at most"
+        )
+
+
+@dataclass
+class Devices(Measurement):
+    """Time one batch in every process that torchrun started, run and dense in turns; all begin each pass together.
+
+    Args:
+        warmup: untimed rounds.
+        repeats: timed rounds, at least 3.
+    """
+
+    warmup: Count = 1
+    repeats: Annotated[int, at_least(MIN_REPEATS)] = 3
+
+    share = 0.18
+    timed = of_ranks = True
+
+    def run(self, bench: Bench) -> DevicesResult:
+        from torch import distributed
+
+        from quicksilver.measure.memory import peak_memory
+        from quicksilver.models import parallel
+
+        together: Step = distributed.barrier if parallel.processes() > 1 else lambda: None
+        with bench.sides() as sides:
+            steps = {name: [together, side.forward] for name, side in sides.items()}
+            begun, ended = alternate_steps(steps, self.warmup, self.repeats, bench.model.device, control=False)
+            peak = peak_memory(list(sides.values())[-1].forward, bench.model.device).bytes
+            tokens, run = bench.batch.numel(), list(sides)[-1]
+        ms = {name: [end - start for start, end in zip(begun[name].ms, ended[name].ms, strict=True)] for name in sides}
+        every = parallel.gathered(({name: statistics.median(taken) for name, taken in ms.items()}, peak, ended.warnings))
+        ours, dense = ([medians[name] for medians, _, _ in every] for name in (run, "dense"))
+        replicas = len(every) // bench.parts
+        per_s, dense_per_s = (1e3 * replicas * tokens / max(taken) for taken in (ours, dense))
+        warnings = list(dict.fromkeys(warning for _, _, found in every for warning in found))
+        return DevicesResult(
+            len(every), replicas, tokens, per_s, dense_per_s, ours, dense, [peak for _, peak, _ in every], warnings
+        )

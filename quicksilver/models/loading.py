@@ -313,7 +313,7 @@ def load(config: ModelConfig, files: ModelFiles) -> Loaded:
         )
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     _check_device(config)
-    placement = cut(files.folder) if config.parallel else _placement(config, files.folder)
+    placement = cut(files.folder, config.parallel) if config.parallel else _placement(config, files.folder)
     device_map = placement.get("device_map", "each process")
     with _quiet():
         # Any exception: a damaged folder makes transformers stumble wherever it happens to (TypeError, ZeroDivisionError, …).
@@ -424,7 +424,7 @@ def check_fits(config: ModelConfig, folder: Path) -> None:
     """
     _check_device(config)
     if config.parallel:
-        cut(folder)
+        cut(folder, config.parallel)
     else:
         _needed_bytes(config, folder)
 

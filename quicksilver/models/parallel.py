@@ -1,8 +1,9 @@
-"""A model cut among several processes: tensor parallelism by transformers' own plan, under torchrun."""
+"""A model cut among several processes, or whole in each of them, under torchrun: tensor parallelism by transformers' own plan, and replicas."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +59,63 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0")) if processes() > 1 else 0
 
 
-def cut(folder: Path) -> dict[str, Any]:
-    """Arguments of `from_pretrained` that cut the model in `folder` among all processes.
+def cut(folder: Path, how: str = "tensor") -> dict[str, Any]:
+    """Arguments of `from_pretrained` that cut the model in `folder` as `model.parallel` says. Of several replicas, each has all of the model.
 
     Raises:
+        ConfigError: the number of processes is no multiple of those that share a model.
         UnsupportedModelError: transformers has no plan for the family, or the processes cannot share its heads evenly.
     """
+    import torch
+    from torch import distributed
     from transformers import AutoConfig
     from transformers.distributed import DistributedConfig
 
-    check_plan(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False), processes())
-    return {"distributed_config": DistributedConfig(tp_size=processes(), tp_plan="auto")}
+    class Replicas(DistributedConfig):
+        dp_size = 1  # transformers would cut the weights of replicas, too, and gather them for every layer
+
+    size = cut_among(how)
+    if processes() % size:
+        raise ConfigError(
+            f"model.parallel={how}: {processes()} processes are no multiple of {size}: start torchrun with as many."
+        )
+    if size > 1:
+        check_plan(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False), size)
+        return {"distributed_config": Replicas(tp_size=size, tp_plan="auto", dp_replicate_size=processes() // size)}
+    take_device()
+    gpu = torch.cuda.is_available()
+    if processes() > 1 and not distributed.is_initialized():
+        distributed.init_process_group("nccl" if gpu else "gloo")
+    return {"device_map": f"cuda:{torch.cuda.current_device()}" if gpu else "cpu"}
+
+
+def cut_among(how: str) -> int:
+    """How many processes share one model: 2 of `tensor:2`, all of `tensor`."""
+    return int(how.partition(":")[2] or processes())
+
+
+def shared_by_replicas(how: str) -> Callable[[str], Callable[..., Iterator[Any]]]:
+    """Of a pass over all windows, by its name: replicas of the model compute a block each, and get those of the others."""
+
+    def keep(blocks: Sequence[range], compute: Callable[[range], Any]) -> Iterator[Any]:
+        size = cut_among(how)
+        replicas, me = processes() // size, rank() // size
+        for first in range(0, len(blocks), replicas):
+            given = blocks[first : first + replicas]
+            yield from gathered(compute(given[me]) if me < len(given) else None)[: size * len(given) : size]
+
+    return lambda name: keep
+
+
+def gathered(mine: Any) -> list[Any]:
+    """What every process has, in the order of their ranks."""
+    from torch import distributed
+
+    if processes() == 1:
+        return [mine]
+    every: list[Any] = [None] * processes()
+    distributed.all_gather_object(every, mine)
+    return every
 
 
 def broadcast_from_rank0(answer: int) -> int:

@@ -12,7 +12,7 @@ from omegaconf import MISSING
 
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION = ("sdpa", "eager")
-PARALLEL = ("tensor",)
+PARALLEL = ("tensor", *(f"tensor:{2**power}" for power in range(7)))
 DEVICES = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?|xpu(:\d{1,3})?")
 
 
@@ -28,7 +28,8 @@ class ModelConfig:
         dtype: float32 | bfloat16 | float16, of the weights and of the arithmetic.
         device_map: `cpu`, `cuda:0` …, or `auto`: a GPU if there is one, several if the model needs them.
         attn_implementation: what transformers calls its attention: `sdpa` or `eager`.
-        parallel: `tensor`: the model is cut among the processes that torchrun started; null: every process has all of it.
+        parallel: `tensor`: the model is cut among the processes that torchrun started; `tensor:2`: among two each, and the pairs share the
+            windows; null: every process has all of it.
         adapter: `my_family.MyArchitecture`, the class of a file of one's own that knows a family the package does not
             (docs/adding-a-family.md); null: the package's.
     """

@@ -350,6 +350,7 @@ def _follow(step: Planned, context: RunContext, store: Store, report: _Reporter)
     if parallel.broadcast_from_rank0(False):
         with torch_threads(step.config.threads):
             bench, _ = bench_of(step.config, context, store)
+            bench.keep = parallel.shared_by_replicas(str(step.config.model.parallel))
             measured_scalars(bench, build_measurements(step.config.measure), report)
         parallel.broadcast_from_rank0(False)
 
@@ -392,8 +393,7 @@ def _run(step: Planned, context: RunContext, store: Store, draft: Draft, report:
         draft.event("loaded", model=source, windows=len(windows.ids))
         report("calibration", _LOADING)
         bench, calibration = bench_of(config, context, store)
-        if blocks is not None:
-            bench.keep = blocks.of_pass
+        bench.keep = parallel.shared_by_replicas(str(config.model.parallel)) if blocks is None else blocks.of_pass
         if calibration is not None:
             draft.event("calibrated", signals=calibration.signals)
         scalars = _measured(bench, step, store, draft, report)

@@ -120,7 +120,7 @@ def test_the_folders_come_from_the_environment(monkeypatch):
 
 
 MISTAKES = {
-    "model=gpt2-larg": ["model=gpt2-larg", "Did you mean gpt2-large", "Choices: far-gpt2, folder, gpt2,"],
+    "model=gpt2-larg": ["model=gpt2-larg", "Did you mean gpt2-large", "Choices: far-gpt2, far-llama, folder, gpt2,"],
     "dataset=wikitext": ["there is no such dataset", "wikitext103"],
     "modules=[haltin]": ["there is no such module", "Did you mean halting"],
     "protocol=al": ["there is no such protocol", "all, continuation"],

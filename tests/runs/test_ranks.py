@@ -9,6 +9,7 @@ import pytest
 
 from quicksilver.cli import main as console
 from quicksilver.measure.flops import RanksResult
+from quicksilver.measure.latency import DevicesResult
 from quicksilver.records.record import load_record, record_frame
 from quicksilver.runs.config import compose
 from quicksilver.runtime.errors import ConfigError
@@ -54,6 +55,33 @@ def test_two_processes_make_one_record_with_the_numbers_of_one(words, tmp_path):
     assert max(of_two.executed_flops_by_rank) < 0.7 * of_one.executed_flops
     assert of_two.interposed_flops_by_rank == pytest.approx(of_two.executed_flops_by_rank, rel=0.01)
     assert sum(of_two.kv_bytes_resident_by_rank) == of_two.kv_bytes_resident == of_one.kv_bytes_resident > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "processes"), [("tensor:2", 4), ("tensor:1", 2)])
+def test_replicas_of_a_cut_model_share_the_windows_and_each_process_has_its_clock(words, tmp_path, how, processes):
+    words = [word.replace("measure=ranks", "measure=devices") for word in words]
+    made = started(*words, f"model.parallel={how}", f"results_dir={tmp_path / 'many'}", processes=processes)
+    assert made.returncode == 0, made.stderr[-3000:]
+    assert "tokens a second" in made.stdout
+    words = [word.replace("measure=devices", "measure=ranks") for word in words]
+    assert console.main(["run", *words, f"results_dir={tmp_path / 'one'}"]) == 0
+    many, one = record_of(tmp_path / "many"), record_of(tmp_path / "one")
+    assert many.quality.ppl == pytest.approx(one.quality.ppl, rel=1e-4)
+    assert many.quality.executed_flops == one.quality.executed_flops
+    assert list(many.windows["window"]) == list(one.windows["window"])
+    found = many.measured("devices", DevicesResult)
+    assert (found.processes, found.replicas) == (processes, 2)
+    each = (found.ms_by_rank, found.dense_ms_by_rank, found.peak_memory_bytes_by_rank)
+    assert all(len(by_rank) == processes and min(by_rank) > 0 for by_rank in each)
+    assert found.tokens_per_s == pytest.approx(1e3 * 2 * found.tokens / max(found.ms_by_rank))
+
+
+@pytest.mark.slow
+def test_three_processes_are_no_pairs(words, tmp_path):
+    made = started(*words, "model.parallel=tensor:2", f"results_dir={tmp_path}", processes=3)
+    assert made.returncode != 0
+    assert "3 processes are no multiple of 2" in made.stderr
 
 
 @pytest.mark.slow

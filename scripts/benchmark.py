@@ -552,7 +552,10 @@ def length_point(tokens: int, o: Options) -> list[Row]:
 
 def lengths(o: Options) -> Figure:
     """Time to the first token and per further token over dense inference's, against the length of one prompt."""
-    frame = pd.DataFrame(row for tokens in o.sequence for row in length_point(tokens, o))
+    return draw_lengths(pd.DataFrame(row for tokens in o.sequence for row in length_point(tokens, o)), o)
+
+
+def draw_lengths(frame: pd.DataFrame, o: Options) -> Figure:
     titles = {"first token": "to the first token", "further token": "per further token"}
     with style():
         drawing, axes = panels(1, 2, size=(7.6, 3.3))
@@ -563,8 +566,8 @@ def lengths(o: Options) -> Figure:
                 plot.errorbar(
                     mine["tokens"], mine["time_of_dense"], yerr=around, label=way, color=colour, marker=marker, capsize=2
                 )
-                if what == "first token":
-                    plot.plot(mine["tokens"], mine["flops_of_dense"], color=colour, linestyle=":", label=f"operations, {way}")
+            if what == "first token":
+                plot.plot(mine["tokens"], mine["flops_of_dense"], "", color="0.4", label="operations, both")
             plot.axhline(1, color="0.6", linewidth=0.8)
             plot.set_xscale("log", base=2)
             plot.set_xticks(o.sequence, [str(tokens) for tokens in o.sequence])
@@ -731,11 +734,9 @@ def run_part(words: Sequence[str], output: Path) -> int:
 
 def markdown(output: Path, notes: Mapping[str, str], ran: Mapping[str, str]) -> str:
     """What is in the folder, as a page; `ran`: how long each part took, and its command."""
-    around = shared.environment("cpu")
     parts = [
         "# Benchmarks",
-        f"{around['machine']}, {around['threads']} threads, torch {around['torch']}, transformers {around['transformers']}. `make benchmark` "
-        "makes this page again. Random weights of true shapes, few layers: what is measured is the runtime. Ratios are medians of rounds in "
+        "`make benchmark` makes this page again; each part names its machine. Random weights of true shapes, few layers: what is measured is the runtime. Ratios are medians of rounds in "
         "turns; a difference within the A/A noise floor is none.",
     ]
     for path in sorted(output.glob("benchmark*.json")):
@@ -744,9 +745,16 @@ def markdown(output: Path, notes: Mapping[str, str], ran: Mapping[str, str]) -> 
             f"{name} {' '.join(map(str, value)) if isinstance(value, list) else value}"
             for name, value in content["options"].items()
         )
-        load = content.get("environment", {}).get("load_average_before", math.nan)
+        around = content.get("environment", {})
+        units = {"machine": "", "threads": " threads", "torch": " (torch)", "transformers": " (transformers)"}
+        known = [f"{around[name]}{unit}" for name, unit in units.items() if name in around]
+        machine = ", ".join(known) or "machine not noted"
         title = next(title for beginning, title in TITLES.items() if path.stem.startswith(beginning))
-        parts += [f"## {title}", f"{options}; load average before: {load:.1f}.", table(content["findings"], markdown=True)]
+        parts += [
+            f"## {title}",
+            f"{machine}. {options}; load average before: {around.get('load_average_before', math.nan):.1f}.",
+            table(content["findings"], markdown=True),
+        ]
     for name, (title, said, summary) in PICTURES.items():
         if (output / f"{name}.csv").is_file():
             frame = pd.read_csv(output / f"{name}.csv")

@@ -110,7 +110,7 @@ def card(name: str, folder: Path, data_root: Path) -> str:
     rows = [
         f"# {name}", "",
         f"A {recipe['family'].upper() if recipe['family'] == 'gpt2' else 'Llama'}-architecture language model of {parameters / 1e6:.2f} M parameters, "
-        f"trained from scratch for QuickSilver. It has {recipe['layers']} layers, width {recipe['width']}, {recipe['heads']} heads"
+        f"trained {'' if recipe.get('start') else 'from scratch '}for QuickSilver. It has {recipe['layers']} layers, width {recipe['width']}, {recipe['heads']} heads"
         + (f" ({recipe['kv_heads']} key-value heads, SwiGLU)" if recipe["family"] == "llama" else "")
         + f", and a context of {recipe['context_tokens']} tokens. Its byte-level BPE has {recipe['vocab_size']} entries; embeddings are tied. "
         f"It is stored in bfloat16 ({size_mb:.1f} MB).",

@@ -305,7 +305,9 @@ def translator_files(entry: Mapping[str, Any], model_folder: Path) -> list[Path]
     source = entry.get("translator", EMBEDDED)
     if str(source) != EMBEDDED:
         return [Path(source)]
-    own = sorted((model_folder / Translator.folder).glob("*")) or sorted(MODELS_FOLDER.glob(f"*/{Translator.folder}/*"))
+    own = sorted((model_folder / Translator.folder).glob("*"))
+    if not own and model_folder.parent != MODELS_FOLDER:  # it may be a copy of a shipped model; one of these is a copy of none
+        own = sorted(MODELS_FOLDER.glob(f"*/{Translator.folder}/*"))
     return [path for path in own if path.is_file()]
 
 

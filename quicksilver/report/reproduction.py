@@ -155,10 +155,13 @@ def name_of(name: str, base: RunConfig, overrides: Sequence[str]) -> str:
 
 def make_command(artefact: Artefact, overrides: Sequence[str]) -> str:
     """`make reproduce-table TABLE=11 MODEL=gpt2-large`: what repeats the artefact in a clone."""
+    from quicksilver.runs.config import compose
+
     parts = ["make", f"reproduce-{artefact.kind}", f"{artefact.kind.upper()}={artefact.numbers[0]}"]
     selected = [override for override in overrides if override.split("=")[0] in ("model", "dataset")]
     parts += [f"{key.upper()}={value}" for key, value in (override.split("=", 1) for override in selected)]
-    more = [override for override in overrides if override not in selected]
+    as_it_is = f"results_dir={compose([]).results_dir}"
+    more = [override for override in overrides if override not in selected and override != as_it_is]
     return shlex.join(parts) + (f" ARGS={shlex.quote(shlex.join(more))}" if more else "")
 
 

@@ -24,6 +24,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from collections import Counter, defaultdict
@@ -148,7 +149,8 @@ class Sweeping:
 
         self.folder, self.environment = folder, environment
         world = make_world(folder / "world", layers=layers, window=window, prompt=window * 3 // 4)
-        make_text(folder / "world" / "test.txt", seed=1, words=max(150 * window // 32, windows * window // 5))
+        text = make_text(folder / "world" / "test.txt", seed=1, words=max(150 * window // 32, windows * window // 5))
+        text.write_text(textwrap.fill(text.read_text(), 1000))  # longer lines are no text
         asked = ["modules=[random_halting]", f"seed=range(0,{runs})", "measure=sweep", f"dataset.windows={windows}", "name=trial"]
         self.words = [sys.executable, "-m", "quicksilver", "run", "-m", *world, *asked]
 
@@ -286,7 +288,7 @@ def one_run(folder: Path, windows: int) -> dict[str, float | int]:
     """
     found: dict[str, float | int] = {"windows": windows, "load_before": os.getloadavg()[0]}
     with slurm(folder / "slurm") as environment, ExitStack() as at_the_end:
-        sweeping = Sweeping(folder, environment, 1, windows, layers=12, window=192)
+        sweeping = Sweeping(folder, environment, 1, windows, layers=24, window=256)
         results, log = folder / "shared", folder / "shared.log"
         watcher, looker = Watcher(results, 1, workers=2), BlockWatcher(results)
         looker.start()
@@ -339,7 +341,7 @@ def one_run(folder: Path, windows: int) -> dict[str, float | int]:
             with suppress(subprocess.CalledProcessError):  # it came back by itself
                 slurm_does("scontrol", "update", f"NodeName={node}", "State=RESUME")
 
-        for kill in (the_worker, the_head, the_time, the_memory, the_node):
+        for kill in (the_worker, the_head, the_memory, the_node, the_time):
             over = more_blocks()
             found[f"blocks_before_{kill.__name__}"] = len(looker.published)
             if over:

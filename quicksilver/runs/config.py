@@ -34,7 +34,8 @@ GREATEST_NUMBER = 2**63 - 1  # what json readers, pandas and torch hold
 
 CHOICES: dict[str, Sequence[str]] = {
     "model.dtype": DTYPES, "model.parallel": PARALLEL, "model.attn_implementation": ATTENTION, "dataset.reader": READERS, "dataset.form": FORMS,
-    "dataset.part": PARTS, "protocol.name": get_args(ProtocolName), "execution": get_args(Execution), "records": ("any", "checked", "own"),
+    "dataset.part": PARTS, "protocol.name": get_args(ProtocolName), "execution": get_args(Execution), "precision": ("fastest",),
+    "records": ("any", "checked", "own"),
     "tracker.name": ("none", "wandb"), "tracker.mode": ("offline", "online", "disabled"),
 }  # fmt: skip
 RANGES: dict[str, tuple[int, int | None]] = {
@@ -84,6 +85,7 @@ class RunConfig:
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     execution: str = "compact"
     decision_layers: Optional[list[int]] = None
+    precision: Optional[str] = None
     seed: int = 0
     threads: Optional[int] = None
     results_dir: str = "results"
@@ -180,6 +182,10 @@ def compose(overrides: Sequence[str] = (), extra_dirs: Sequence[Path] = ()) -> R
     for entry in config.modules.values():
         if isinstance(entry, dict) and entry.get("_target_") == _PRESET and entry.get("schedule") is None:
             entry |= _own_schedule(config)
+    if config.precision is not None:
+        from quicksilver.runs.precision import resolved
+
+        return resolved(config)
     return config
 
 
@@ -238,7 +244,7 @@ def check(config: RunConfig) -> None:
     dataset, model = config.dataset, config.model
     for key, allowed in CHOICES.items():
         value = attrgetter(key)(config)
-        if value not in allowed and not (value is None and key == "model.parallel"):
+        if value not in allowed and not (value is None and key in ("model.parallel", "precision")):
             raise ConfigError(f"{key}={value}: {suggest(value, allowed, 'Choices')}")
     for key, (least, most) in RANGES.items():
         _within(key, attrgetter(key)(config), least, most)

@@ -421,22 +421,24 @@ def claimed(
     left = [run for run in sweep.manifest.runs if run.number in numbers]
     given: set[int] = set()  # once each, whatever came of it
     while left := [run for run in sweep.open_of(left) if run.number not in given]:
-        begun = False
+        begun, of_others = False, []
         for place, run in enumerate(left):  # all workers go in this order: those before are taken or done
-            if not sweep.is_open(run) or (not shard and run.fingerprint in sweep.store.in_the_making()):
+            if not sweep.is_open(run):
                 continue
-            taken = sweep.take(run)
+            in_the_making = not shard and run.fingerprint in sweep.store.in_the_making()
+            taken = None if in_the_making else sweep.take(run)
             if taken is None and not shard:
+                of_others.append(run)
                 continue
             with taken or nullcontext():
                 if sweep.is_open(run):  # still
                     begun = True
                     given.add(run.number)
                     yield run, len(left) - place
-        making = {} if begun else sweep.store.in_the_making()
-        if (others := next((run for run in left if run.fingerprint in making), None)) is not None:
-            given.add(others.number)
-            yield others, len(left)
+        # The process of such a run may still make the dense run before it, whose windows are shared as well.
+        if not begun and of_others and sweep.store.in_the_making():
+            given.add(of_others[0].number)
+            yield of_others[0], len(left)
         elif not begun:
             time.sleep(nap_s)  # other processes make all that is left
             on_poll()

@@ -143,7 +143,7 @@ class Run:
         self._skippable_before = self._skippable_flops()
         self._head_tokens = 0
         self._current: Forward | None = None
-        self._only_continues = False
+        self._continuing: list[CacheLayer] = []  # the cache's layers, in a pass that only appends to them
         self._cache: Cache | None = None
 
     # -- what came of it ---------------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ class Run:
 
         def before(_: nn.Module, args: tuple, kwargs: dict) -> None:
             self._check_unchanged()
-            bound = base_signature.bind_partial(*args, **kwargs).arguments
+            bound = base_signature.bind_partial(*args, **kwargs).arguments if args else dict(kwargs)
             self._begin(dict(bound.pop("kwargs", {})) | bound)
 
         # Under `torch.compile` the model's own code around the layers is compiled; which tokens are computed depends on values.
@@ -234,7 +234,7 @@ class Run:
             for index, layer in enumerate(self.arch.layers):
                 # accelerate (device_map) also sets forward on the instance: it is kept, called, and put back.
                 self._previous.append(layer.__dict__.get("forward"))
-                layer.forward = as_is(self._wrap(index, layer.forward))
+                layer.forward = self._wrap(index, layer.forward)
         self._attention = self.arch.config._attn_implementation
         return self
 
@@ -281,7 +281,8 @@ class Run:
         )  # fmt: skip
         if self.modules:
             self._check_seen(arguments, current)
-        self._only_continues = self._nobody_acts_in(current)
+        if self._nobody_acts_in(current):
+            self._continue(arguments.get("past_key_values"), current)
 
     def _check_seen(self, arguments: dict[str, Any], current: Forward) -> None:
         """Raises ConfigError where transformers would let tokens see each other by another rule than by their slots."""
@@ -308,6 +309,9 @@ class Run:
 
     def _leave(self) -> None:
         """The pass is over, or failed."""
+        for store in self._continuing:
+            store.continues = False
+        self._continuing = []
         if self._thread == threading.get_ident():
             self._thread = 0
             self._pass_lock.release()
@@ -316,6 +320,20 @@ class Run:
         """One new token a row, about which no module will be asked in any layer: nothing can change before the pass ends."""
         asked = any(policy.causal or policy.lookahead for policy in self.token_policies)
         return current.n == 1 and current.seen > 0 and not (asked or self._copies_kv or self._deciding.evicting)
+
+    def _continue(self, cache: Cache | None, current: Forward) -> None:
+        """Let the model's own layers append to the cache by themselves, if every layer of it can."""
+        stores = [] if cache is None else [store for store in cache.layers if isinstance(store, CacheLayer)]
+        can_append, kind, work = self._planner.can_append, self._store_kind, current.work
+        if len(stores) != self.arch.n_layers or not self.modules:
+            return
+        if not all(store.kind == kind and can_append(store, layer, current) for layer, store in enumerate(stores)):
+            return
+        self._cache, self._continuing = cache, stores
+        for store in stores:
+            store.continues = True
+            current.past_lengths.append(length := store.length)
+            work.layers.append(LayerWork(current.batch, 1, int(length) + 1))
 
     def _end(self, output: Any) -> None:
         current = self._current
@@ -351,29 +369,25 @@ class Run:
 
     def _wrap(self, layer: int, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         names = list(self.arch.layer_signature.parameters)[1:]  # without self
+        mask_at, own_call, compiling = names.index("attention_mask"), phase("layer")(original), torch.compiler.is_compiling
 
-        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        @torch.compiler.disable
+        def planned(*args: Any, **kwargs: Any) -> torch.Tensor:
             arguments = dict(zip(names, args, strict=False)) | kwargs  # GPT-2 passes cache and mask positionally
+            if self._continuing:
+                return own_call(**arguments | {"attention_mask": None})
             current = self._current
             if current is None:
                 raise QuickSilverError("A decoder layer was called outside its model's forward; call the model.")
-            continued = self._continued(layer, original, arguments, current) if self._only_continues else None
-            return self._layer(layer, original, arguments, current) if continued is None else continued
+            return self._layer(layer, original, arguments, current)
+
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            mask = kwargs.get("attention_mask", args[mask_at] if len(args) > mask_at else None)
+            if self._continuing and mask is None and not compiling():
+                return own_call(*args, **kwargs)
+            return planned(*args, **kwargs)
 
         return forward
-
-    @phase("runtime")
-    def _continued(
-        self, layer: int, original: Callable[..., torch.Tensor], arguments: dict[str, Any], current: Forward
-    ) -> torch.Tensor | None:
-        """What `_layer` would return where it would do no more than append, with nothing planned; None: it does more."""
-        store = self._store(arguments.get(self.arch.cache_argument), layer, current)
-        if store is None or store.is_complete or not self._planner.can_append(store, layer, current):
-            return None
-        current.past_lengths.append(store.length)
-        result = execute_append(LayerCall(layer, original, arguments, store), current, self._machine)
-        current.work.layers.append(result.work)
-        return result.output
 
     @phase("runtime")
     def _layer(

@@ -134,4 +134,4 @@ def test_a_step_in_which_nobody_acts_is_the_one_that_is_planned(name: str, monke
     assert quick_ledgers == ledgers
     layers = len(model.base_model.layers if hasattr(model.base_model, "layers") else model.base_model.h)
     assert all_ == 4 * layers
-    assert few == layers + 3 * 2  # in the prompt all; then those two that have all entries and are the model's own
+    assert few == layers  # all of the prompt

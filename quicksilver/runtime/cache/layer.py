@@ -33,6 +33,7 @@ class CacheLayer(DynamicLayer):
         seen: columns of input seen, padding and skipped tokens included.
         unmerged_from: columns seen when the prompt ended, or when entries were last merged; merged: whether any were.
         evicted_at: columns seen when entries last left.
+        continues: tokens of this pass are put behind what there is, though the layer lacks others.
     """
 
     is_croppable = True
@@ -52,7 +53,7 @@ class CacheLayer(DynamicLayer):
 
     def _forget(self) -> None:
         self.seen = self.unmerged_from = self.evicted_at = 0
-        self.merged = False
+        self.merged = self.continues = False
         self._real_seen: torch.Tensor | None = None
         self._uncounted_real = self._rows = 0
 
@@ -183,7 +184,7 @@ class CacheLayer(DynamicLayer):
         Raises:
             UnsupportedModelError: the layer lacks tokens.
         """
-        if not self.is_complete:
+        if not self.continues and not self.is_complete:
             raise UnsupportedModelError(
                 "This KV cache was written under quicksilver.apply and lacks tokens in some layers: continue with it inside the context, "
                 "or start a new cache."

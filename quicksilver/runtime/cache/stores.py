@@ -44,10 +44,12 @@ class DenseRows(Storage):
         return keys, values
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, first_slot: int) -> KV:
-        all_keys, all_values = self.after_stored(keys, values)
-        self.keys, self.values = own(all_keys), own(all_values)
+        if self.keys is None:
+            self.keys, self.values = own(keys), own(values)
+        else:
+            self.keys, self.values = self.after_stored(keys, values)
         self.table.add_plain(keys.shape[2], first_slot, keys.shape[0], keys.device)
-        return all_keys, all_values
+        return self.stored_kv
 
     def padded(self) -> KV | None:
         """Rows are padded with zeros."""

@@ -138,9 +138,7 @@ def tensors(batch: list[Encoded]) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.tensor([len(e.ids) - 1 for e in batch])
 
 
-def loss_of(
-    model: Any, batch: list[Encoded], prefix_loss: float, heard: torch.Tensor | None = None
-) -> tuple[torch.Tensor, float]:
+def loss_of(model: Any, batch: list[Encoded], prefix: float, heard: torch.Tensor | None = None) -> tuple[torch.Tensor, float]:
     """Loss and share of right answers; `heard`: (B, N), 0 where a token's embedding is zero in this step."""
     ids, last = tensors(batch)
     head = model.get_output_embeddings()
@@ -157,7 +155,7 @@ def loss_of(
     loss = -(target * logits.float().log_softmax(-1)[:, words]).sum(-1).mean()
     right = (logits[:, words].argmax(-1) == gold).float().mean().item()
     ends = torch.tensor([e.sentence_end for e in batch])
-    if prefix_loss and int(ends.max()):
+    if prefix and int(ends.max()):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             among = F.linear(hidden, head.weight[words]).float()  # (B, N, W)
         at = torch.arange(ids.shape[1])[None] < ends[:, None]
@@ -165,7 +163,7 @@ def loss_of(
         for row, e in zip(wanted, batch, strict=True):
             if e.targets is not None:
                 row[: e.sentence_end] = torch.from_numpy(e.targets[list(e.words_read)])
-        loss = loss + prefix_loss * F.cross_entropy(among[at], wanted[at], reduction="none").mean()
+        loss = loss + prefix * F.cross_entropy(among[at], wanted[at], reduction="none").mean()
     return loss, right
 
 
@@ -426,9 +424,7 @@ def card(out: Path, recipe: Recipe, history: list[Any], rows: dict[str, int]) ->
     falling = f"over steps {', '.join(f'{first} to {last}' for first, last in falls)}" if falls else "at the end"
     options = [f"--falls {' '.join(f'{first}-{last}' for first, last in falls)}"] if falls else []
     epochs = " ".join(f"{name}={value:g}" for name, value in recipe.epochs.items())
-    command = " ".join(
-        ["python scripts/finetune.py", recipe.base, "--tasks", epochs, *options, *changed(recipe), "--work W --out O"]
-    )
+    words = ["python scripts/finetune.py", recipe.base, "--tasks", epochs, *options, *changed(recipe), "--work W --out O"]
     what = f"low-rank updates of rank {recipe.lora} of all matrices, merged," if recipe.lora else "all weights"
     early = "; where the rate fell early, that is less than the plan" if falls else ""
     kept = ". SST-2's are phrases of the sentences that it was trained on. The validation sentences are harder"
@@ -456,7 +452,7 @@ Steps of at most {recipe.batch_tokens} tokens, examples of one task and of like 
 label word. Tasks of one sentence add {recipe.prefix_loss:g} times that of the label words after each token. With bfloat16 autocast, \
 seed {recipe.seed}, one thread of a CPU.
 
-Again: `{command}` (needs the rows below `--data-root`).
+Again: `{" ".join(words)}` (needs the rows below `--data-root`).
 
 The base model, its data and its limits: ../{recipe.base}/README.md.
 """

@@ -232,19 +232,15 @@ def train_tokenizer(documents: dict[str, list[str]], vocab_size: int, per_source
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(sample(), trainer)
+    how = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(sample(), how)
     return tokenizer
 
 
-def prepare(
-    data_root: Path, out: Path, vocab_size: int, sources: tuple[str, ...] = SOURCES, tokenizer_file: Path | None = None
-) -> dict:
+def prepare(data_root: Path, out: Path, vocab_size: int, sources: tuple[str, ...] = SOURCES, known: Path | None = None) -> dict:
     """Tokenizer and token streams in `out` (`{source}.bin`, uint16; where their documents begin: `{source}.starts.npy`).
 
-    The tokenizer is trained on the text, unless `tokenizer_file` names one. The streams are reused when they are already there for this vocabulary and these sources.
+    The tokenizer is trained on the text, unless `known` names one. The streams are reused when they are already there for this vocabulary and these sources.
     """
     from tokenizers import Tokenizer
 
@@ -257,7 +253,7 @@ def prepare(
     found = training_documents(data_root, sources)
     source_code = {f"python-source-{part}": python_source(part) for part in PACKAGES} if "code" in sources else {}
     documents, overlap = remove_overlap(found, held_out_texts(data_root) | source_code)
-    tokenizer = train_tokenizer(documents, vocab_size) if tokenizer_file is None else Tokenizer.from_file(str(tokenizer_file))
+    tokenizer = train_tokenizer(documents, vocab_size) if known is None else Tokenizer.from_file(str(known))
     tokenizer.save(str(out / "tokenizer.json"))
     end = tokenizer.token_to_id(END_OF_TEXT)
     manifest = {"vocab_size": vocab_size, "ngram_words": NGRAM_WORDS, "sources": {}}

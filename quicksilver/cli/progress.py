@@ -164,9 +164,7 @@ def summary(record: Record) -> str:
         "audit": AuditResult, "task": TaskResult, "emissions": EmissionsResult, "components": ComponentsResult, "energy": EnergyResult,
         "deployment": DeploymentResult, "devices": DevicesResult,
     }  # fmt: skip
-    lines += [
-        f"  {name:<12} {found.line()}" for name, result in results.items() if (found := record.found(name, result)) is not None
-    ]
+    lines += [f"  {name:<12} {found.line()}" for name, result in results.items() if (found := record.found(name, result))]
     lines += [f"  care         {warning}" for warning in record.timing_warnings]
     lines.append(f"  record       {record.path}")
     return "\n".join(lines)

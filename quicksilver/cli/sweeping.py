@@ -80,9 +80,7 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
             composed = compose_runs(overrides, settings, extra_dirs, asked.yes)
         first = composed.configs[0]
         if asked.shard and launcher == SERIAL:
-            raise ConfigError(
-                "shard=true: one process has nobody to share windows with. Add hydra/launcher=joblib, or leave it out."
-            )
+            raise ConfigError("shard=true: one process has nobody to share windows with. Add hydra/launcher=joblib, or drop it.")
         check_shared(composed.configs if asked.shard else (), "shard=true")
         if parallel.processes() > 1:
             _join(composed)
@@ -270,13 +268,11 @@ def _make(board: Board, composed: Composed, asked: SweepOptions, settings: DictC
     workers = min(sweep.manifest.workers, parts)
     if workers < sweep.manifest.workers:
         _err(f"workers={sweep.manifest.workers}: the runs have {parts} blocks of windows, so {workers} start.")
-    last_first = [run for run in reversed(runs) if run.number in wanted]  # the last is open longest
+    backwards = [run for run in reversed(runs) if run.number in wanted]  # the last is open longest
     worker = Worker(str(sweep.store.root.absolute()), sweep.manifest.name, tuple(wanted), asked.shard)
     try:
         with _watched(board):
-            launch(
-                settings, worker, workers, sweep.folder.absolute() / "workers", lambda: not any(map(sweep.is_open, last_first))
-            )
+            launch(settings, worker, workers, sweep.folder.absolute() / "workers", lambda: not any(map(sweep.is_open, backwards)))
     except QuickSilverError as error:
         return error
     return None
@@ -544,7 +540,7 @@ def _drawn(
             again += 1
             if again == _AGAIN:
                 say(
-                    f"{_AGAIN} draws in a row gave runs that are there: {done} of {config.trials} are made, and hardly another can be drawn."
+                    f"{_AGAIN} draws in a row gave runs that are there: {done} of {config.trials} are made, hardly another is left."
                 )
                 return
             continue

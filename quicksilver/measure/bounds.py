@@ -82,9 +82,7 @@ class BoundsResult(Result):
             if (one.inequality, one.constants, one.layer) == (inequality, constants, layer):
                 return one
         layers = sorted({one.layer for one in self.held})
-        raise ConfigError(
-            f"{inequality!r} with constants {constants!r} was not tested at layer {layer}: there are layers {layers}."
-        )
+        raise ConfigError(f"{inequality!r} ({constants!r}) was not tested at layer {layer}: there are layers {layers}.")
 
 
 @dataclass

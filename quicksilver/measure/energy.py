@@ -64,22 +64,20 @@ class CodeCarbonMeter:
             from codecarbon import OfflineEmissionsTracker
         except ModuleNotFoundError as error:
             raise ConfigError(
-                "codecarbon is not installed, and energy and emissions are read with it: pip install codecarbon."
+                "codecarbon, which reads energy and emissions, is not installed: pip install codecarbon."
             ) from error
         logging.getLogger("codecarbon").setLevel(logging.CRITICAL)
         self.grid_kg_per_kwh = _grid_kg_per_kwh(country_iso_code)
 
         def sources(mode: str) -> dict[str, str]:
-            """Start a tracker, which finds out what the machine has: its sources by kind of hardware. It needs a country in any case."""
+            """Start a tracker, which needs a country in any case: its sources by kind of hardware, but for RAM, which no counter reads."""
             self._tracker = OfflineEmissionsTracker(
                 country_iso_code=country_iso_code or "USA", output_methods=[], log_level="critical", measure_power_secs=1, tracking_mode=mode
             )  # fmt: skip
             self.start()
             self._tracker.stop_task()
             parts = {getattr(part, "chip_part", type(part).__name__): part for part in self._tracker._hardware}
-            return {
-                kind: getattr(part, "_mode", type(part).__name__) for kind, part in parts.items() if kind != "RAM"
-            }  # RAM: no counter
+            return {kind: getattr(part, "_mode", type(part).__name__) for kind, part in parts.items() if kind != "RAM"}
 
         found = sources("machine")
         counters = {kind: COUNTERS[source] for kind, source in found.items() if source in COUNTERS}
@@ -112,9 +110,7 @@ def _grid_kg_per_kwh(country_iso_code: str | None) -> float:
         return float(data.get_carbon_intensity_per_source_data()["world_average"]) / 1e3
     mix = data.get_global_energy_mix_data()
     if country_iso_code not in mix:
-        raise ConfigError(
-            f"country_iso_code={country_iso_code} is not a country that codecarbon knows: three letters, such as USA, DEU, FRA."
-        )
+        raise ConfigError(f"country_iso_code={country_iso_code} is no country of codecarbon's: three letters, such as USA, DEU.")
     place = GeoMetadata(country_iso_code=country_iso_code, country_name=mix[country_iso_code]["country_name"])
     return float(Factors(data).get_private_infra_emissions(Joules.from_energy(kWh=1.0), place))
 

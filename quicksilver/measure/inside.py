@@ -75,9 +75,7 @@ def look_inside(
     """
     context = getattr(model.config, "max_position_embeddings", None) or len(ids)
     if not 2 <= len(ids) <= context:
-        raise ConfigError(
-            f"A text of {len(ids)} tokens cannot be looked into: at least 2, and at most the model's context of {context}."
-        )
+        raise ConfigError(f"A text of {len(ids)} tokens cannot be looked into: give 2 to {context}, the model's context.")
     arch = architecture_of(model)
     ids = ids.to(model.device)
     with torch.no_grad():
@@ -222,9 +220,7 @@ def _carriers(trace: PassTrace, row: int) -> torch.Tensor:
     return columns
 
 
-def _signals(
-    arch: Architecture, seen: _Observed, ids: torch.Tensor, basis: tuple[torch.Tensor, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def _signals(arch: Architecture, seen: _Observed, ids: torch.Tensor, basis: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     states = seen.states
     nothing = torch.full_like(states[:1, :, 0], torch.nan)
     mean, directions = basis

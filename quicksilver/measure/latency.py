@@ -367,9 +367,7 @@ class DevicesResult(Result):
     def line(self) -> str:
         most = max(self.peak_memory_bytes_by_rank) / 2**30
         how = f"{self.replicas} × {self.processes // self.replicas} processes (replicas × parts of a model)"
-        return (
-            f"{self.tokens_per_s:.4g} tokens a second, dense {self.dense_tokens_per_s:.4g}, by {how}, {most:.2f} GiB each at most"
-        )
+        return f"{self.tokens_per_s:.4g} tokens a second, dense {self.dense_tokens_per_s:.4g}, by {how}, at most {most:.2f} GiB"
 
 
 @dataclass
@@ -404,7 +402,5 @@ class Devices(Measurement):
         ours, dense = ([medians[name] for medians, _, _ in every] for name in (run, "dense"))
         replicas = len(every) // bench.parts
         per_s, dense_per_s = (1e3 * replicas * tokens / max(taken) for taken in (ours, dense))
-        warnings = list(dict.fromkeys(warning for _, _, found in every for warning in found))
-        return DevicesResult(
-            len(every), replicas, tokens, per_s, dense_per_s, ours, dense, [peak for _, peak, _ in every], warnings
-        )
+        said = list(dict.fromkeys(warning for _, _, found in every for warning in found))
+        return DevicesResult(len(every), replicas, tokens, per_s, dense_per_s, ours, dense, [peak for _, peak, _ in every], said)

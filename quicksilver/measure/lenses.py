@@ -88,9 +88,7 @@ class LensesResult(Result):
     no_tuned_because: str | None = None
 
     def line(self) -> str:
-        best = {
-            one.lens: max(self.readings, key=lambda other: other.correlation * (other.lens == one.lens)) for one in self.readings
-        }
+        best = {one.lens: max(self.readings, key=lambda it: it.correlation * (it.lens == one.lens)) for one in self.readings}
         return "entropy against the end: " + ", ".join(
             f"{name} r {one.correlation:.2f} after layer {one.layer}" for name, one in best.items()
         )

@@ -64,10 +64,8 @@ def decoded(cls: type[T], content: Any, where: str = "") -> T:
 @functools.cache
 def _fields(cls: Any) -> list[tuple[str, Any, bool]]:
     """Name, type, and whether there is no default."""
-    kinds, missing = typing.get_type_hints(cls), dataclasses.MISSING
-    return [
-        (one.name, kinds[one.name], one.default is missing and one.default_factory is missing) for one in dataclasses.fields(cls)
-    ]
+    kinds, unset = typing.get_type_hints(cls), dataclasses.MISSING
+    return [(one.name, kinds[one.name], one.default is unset and one.default_factory is unset) for one in dataclasses.fields(cls)]
 
 
 @functools.cache

@@ -41,9 +41,7 @@ if TYPE_CHECKING:
 # Rows of logits turned to float32 at a time. The model's logits of a batch are the largest tensor of a pass already
 # (8 × 511 × 50257 float32: 0.8 GB); a float32 copy and a softmax of all of it would triple the peak.
 _ROWS_AT_A_TIME = 256
-KEPT_BYTES = (
-    2**30
-)  # of dense logits, and a quarter of what is free, are kept for the null and the next run; the rest is computed again
+KEPT_BYTES = 2**30  # of dense logits, and at most a quarter of what is free; the rest is computed again
 BLOCK_WINDOWS = 32
 
 
@@ -249,9 +247,7 @@ def _ledger_by_window(
     ledgers = []
     for row in range(rows):
         # Whole shares that differ by at most one and add up to the total.
-        executed, signals, skippable = (
-            part // rows + (row < part % rows) for part in (total.executed, total.signals, total.skippable)
-        )
+        executed, signals, skippable = (n // rows + (row < n % rows) for n in (total.executed, total.signals, total.skippable))
         cached = [p.row(row) for p in earlier]
         past: list[torch.Tensor | int] = [
             sum(int(p.kv_present(layer).sum()) - int(p.evicted(layer).sum()) for p in cached) for layer in range(arch.n_layers)

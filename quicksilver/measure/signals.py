@@ -94,16 +94,12 @@ class Signals(Measurement):
         import torch
 
         if self.windows > len(bench.windows.ids):
-            raise ConfigError(
-                f"measure.signals.windows={self.windows}: the run has {len(bench.windows.ids)} windows (dataset.windows)."
-            )
+            raise ConfigError(f"measure.signals.windows={self.windows}: the run has {len(bench.windows.ids)} (dataset.windows).")
         found = []
         for i, text in enumerate(self.sentences):
             ids = torch.tensor(bench.tokenizer(text, add_special_tokens=False)["input_ids"])
             if len(ids) < 2:
-                raise ConfigError(
-                    f"measure.signals.sentences: {text!r} has {len(ids)} token for this model; at least 2 are needed."
-                )
+                raise ConfigError(f"measure.signals.sentences: {text!r} has {len(ids)} token for this model: give at least 2.")
             found.append((f"sentence {i}", ids))
         end = bench.protocol.prompt_tokens if bench.protocol.name == "continuation" else None
         return found + [(f"window {i}", bench.windows.ids[i, :end]) for i in range(self.windows)]

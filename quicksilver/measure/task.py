@@ -105,9 +105,7 @@ class Task(Measurement):
         from quicksilver.data.tasks import REGRESSION
 
         if bench.examples is None:
-            raise ConfigError(
-                "measure=task needs labelled examples, and the dataset has none: take a task, such as dataset=sst2."
-            )
+            raise ConfigError("measure=task needs labelled examples and the dataset has none: take a task, such as dataset=sst2.")
         evaluated = None if self.evaluate is None else load_metric(self.evaluate)  # before the work, not after it
         task, examples = bench.examples.task, bench.examples.examples
         classes = label_classes(bench.model, task)
@@ -131,9 +129,7 @@ class Task(Measurement):
         name, score = next(iter(scores.items()))
         most = frame["gold"].mode().iloc[0]
         majority = scored(task.metrics, frame["gold"], [most] * len(frame), groups)[name]
-        sums = {
-            column: int(frame[column].sum()) for column in ("truncated", "tokens", *(f"{ledger}_flops" for ledger in LEDGERS))
-        }
+        sums = {column: int(frame[column].sum()) for column in ("truncated", "tokens", *(f"{of}_flops" for of in LEDGERS))}
         return TaskResult(
             name, score, scores, majority, len(frame), deciding_depth=float(frame["deciding_depth"].mean()), **sums,
             evaluated=None if evaluated is None else evaluated(frame["gold"], frame["prediction"]),
@@ -156,9 +152,7 @@ def encode(examples: Sequence[Example], tokenizer: Any, context_tokens: int) -> 
     for number, (one, prompt) in enumerate(zip(examples, prompts, strict=True)):
         choices = tuple(ids(text) for text in one.choices)
         if not all(choices) or len(set(choices)) < len(choices):
-            raise ConfigError(
-                f"row {one.row}: for this model's tokenizer the choices {', '.join(map(repr, one.choices))} do not differ."
-            )
+            raise ConfigError(f"row {one.row}: for this tokenizer the choices {', '.join(map(repr, one.choices))} do not differ.")
         longest = max(map(len, choices))
         room = context_tokens - longest + 1
         if room < 2:

@@ -256,9 +256,7 @@ class WordClassesResult(Result):
         for one in self.classes:
             if (one.name, one.reading) == (name, reading):
                 return one
-        raise ConfigError(
-            f"no word of the text is of the class {name!r}: there are {', '.join(one.name for one in self.classes)}."
-        )
+        raise ConfigError(f"no word is of the class {name!r}: there are {', '.join(one.name for one in self.classes)}.")
 
 
 @dataclass

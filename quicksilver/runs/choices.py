@@ -26,9 +26,7 @@ def config_dir() -> Path:
     places = (package / "conf", package.parent / "conf")
     found = next((place for place in places if (place / "run.yaml").is_file()), None)
     if found is None:
-        raise ConfigError(
-            f"the configuration is missing: neither {places[0]} nor {places[1]} has a run.yaml; install quicksilver again."
-        )
+        raise ConfigError(f"no configuration: neither {places[0]} nor {places[1]} has a run.yaml; install quicksilver again.")
     return found
 
 
@@ -59,9 +57,7 @@ def _files(folder: str) -> Iterator[tuple[str, int, int]]:
 def explain(error: Exception, overrides: Sequence[str] = (), extra_dirs: Sequence[Path] = ()) -> str:
     """One line for what Hydra or OmegaConf raised over `overrides`: the key, the value and what to write."""
     if isinstance(error, OverrideParseException):
-        return (
-            f"{error.override!r} is not an override: write key=value, for instance model=gpt2 or modules.halting.resume_layers=4."
-        )
+        return f"{error.override!r} is not an override: write key=value, such as model=gpt2 or modules.halting.resume_layers=4."
     if isinstance(error, MissingConfigException):
         group, _, name = (error.missing_cfg_file or "").partition("/")
         return no_such_choice(group, name, extra_dirs) if group in GROUPS else _plain(error)

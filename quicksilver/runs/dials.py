@@ -89,9 +89,7 @@ def load_dial(name: str) -> Dial:
         raise ConfigError(f"{path} is no dial: {str(error).splitlines()[0]}") from error
     assert isinstance(found, Dial)
     if found.low == found.high or (found.percentile and found.low > found.high) or not all(found.grid.values()):
-        raise ConfigError(
-            f"{path}: low={found.low:g} and high={found.high:g} must be two ends, and each of grid a list of values."
-        )
+        raise ConfigError(f"{path}: low={found.low:g} and high={found.high:g} must be two ends, each of grid a list of values.")
     return dataclasses.replace(found, name=path.stem)
 
 

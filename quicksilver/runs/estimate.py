@@ -232,7 +232,7 @@ def _whole(config: RunConfig, context: RunContext, fetch: bool) -> int:
             text = context.text(config, "test").text
     except ConfigError as error:
         raise ConfigError(
-            f"{error} How long the whole text takes is not known before it is read: give dataset.windows=256."
+            f"{error} How long the whole text takes is unknown before it is read: give dataset.windows=256."
         ) from error
     return max(1, len(text.encode()) // (_BYTES_PER_TOKEN * config.protocol.window_tokens))
 
@@ -252,7 +252,7 @@ def check_time(configs: Sequence[RunConfig], yes: bool) -> None:
             print(table(found), flush=True)
     if hours > 1 and not yes:
         raise ConfigError(
-            f"This would take about {hours:,.1f} hours: add yes=true to start it, or score less of the text (dataset.windows=64)."
+            f"This would take about {hours:,.1f} hours: add yes=true, or score less of the text (dataset.windows=64)."
         )
 
 
@@ -274,9 +274,7 @@ def table(found: Sequence[Estimate]) -> str:
         f"{len(found)} runs: about {_hours(found):.3g} hours on this machine, between {least:.3g} and {most:.3g} by the speeds measured now, "
         f"{gibibytes(memory)} of memory, {gibibytes(disk)} of records on disk. Weights: {gibibytes(max(one.weights_bytes for one in found))}."
     )
-    lines.append(
-        f"A run that is killed or queued again loses one block of windows at most: {max(one.block_seconds for one in found):.2g} s."
-    )
+    lines.append(f"A killed or queued run loses one block of windows at most: {max(one.block_seconds for one in found):.2g} s.")
     if memory > here:
         # What does not fit is read anew in every call.
         traffic = sum(one.calls * min(one.weights_bytes, max(0, one.memory_bytes - here)) for one in found)

@@ -51,18 +51,14 @@ def check_launcher(settings: DictConfig, configs: Iterable[RunConfig], results_d
     name, launcher = launcher_name(settings), settings.launcher
     if name == SERIAL:
         if asked not in (None, 1):
-            raise ConfigError(
-                f"workers={asked}: runs are made one after the other unless there is a launcher: hydra/launcher=joblib."
-            )
+            raise ConfigError(f"workers={asked}: runs are made one by one unless there is a launcher: hydra/launcher=joblib.")
         return 1
     workers = launcher.get("workers", 1) if asked is None else asked
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
         raise ConfigError(f"hydra.launcher.workers={workers}: needs a whole number, at least 1.")
     if launcher.get("_target_") not in Plugins.instance().class_name_to_class:
         extra = f"pip install 'quicksilver[{_EXTRAS[name]}]'" if name in _EXTRAS else "install its package"
-        raise ConfigError(
-            f"hydra/launcher={name} is not installed: {extra}, or leave it out: runs are then made one after another."
-        )
+        raise ConfigError(f"hydra/launcher={name} is not installed: {extra}, or leave it out: runs are made one by one.")
     alone, ways = workers == 1, "workers=1"
     if name == SLURM:
         _check_slurm(launcher.get("partition"), results_dir)
@@ -87,9 +83,7 @@ def _check_slurm(partition: str | None, results_dir: Path) -> None:
             where the nodes are others.
     """
     if shutil.which("sbatch") is None:
-        raise ConfigError(
-            "hydra/launcher=submitit_slurm: this machine has no sbatch. Start the sweep where Slurm is, or use joblib."
-        )
+        raise ConfigError("hydra/launcher=submitit_slurm: this machine has no sbatch. Start it where Slurm is, or use joblib.")
     there = _sinfo("--format=%R")
     if partition is not None and not set(str(partition).split(",")) <= set(there):
         raise ConfigError(f"hydra.launcher.partition={partition}: there is no such partition. There are: {', '.join(there)}.")

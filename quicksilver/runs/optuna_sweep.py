@@ -207,9 +207,7 @@ def values_of(record: Record, objectives: Iterable[str]) -> list[float]:
     found: dict[str, float | None] = {name: getattr(record.quality, name) for name in _OF_QUALITY}
     found |= differences(record)
     if missing := [name for name in objectives if found.get(name) is None]:
-        raise QuickSilverError(
-            f"{record.path} has no {missing[0]}: a run without modules has no difference, and `all` no prompt."
-        )
+        raise QuickSilverError(f"{record.path} has no {missing[0]}: a run without modules has no difference, `all` no prompt.")
     return [float(found[name] or 0.0) for name in objectives]
 
 

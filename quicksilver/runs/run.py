@@ -330,9 +330,7 @@ def check_shared(configs: Iterable[RunConfig], why: str) -> None:
                 if timed
                 else f"model.parallel={config.model.parallel}, records={config.records}"
             )
-            raise ConfigError(
-                f"{why}: this run's windows cannot be shared ({of}). Use measure=sweep and records=any, or one process."
-            )
+            raise ConfigError(f"{why}: its windows cannot be shared ({of}). Use measure=sweep and records=any, or one process.")
 
 
 def _help(step: Planned, context: RunContext, store: Store, blocks: Blocks, report: _Reporter) -> None:

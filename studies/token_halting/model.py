@@ -291,14 +291,10 @@ class EncoderArchitecture(Architecture):
         self.linear_params_per_layer += self._layer(0).self_attn.in_proj_weight.numel()
 
     def mlp(self, layer: int) -> NoReturn:
-        raise UnsupportedModelError(
-            "A torch encoder layer has no module for its feed-forward part: linear1 and linear2 lie in it."
-        )
+        raise UnsupportedModelError("A torch encoder layer has no module for its feed-forward part, only linear1 and linear2.")
 
     def residual_readers(self, layer: int) -> NoReturn:
-        raise UnsupportedModelError(
-            "torch_encoder's norms take the mean off, so it cannot be rotated: leave channel_sparsity out."
-        )
+        raise UnsupportedModelError("torch_encoder's norms take the mean off: it cannot be rotated. Leave channel_sparsity out.")
 
     def project_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self._layer(layer).self_attn.heads(self.input_norm(layer)(hidden), 1, 2)

@@ -2,7 +2,6 @@
 
 import socket
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,9 +95,7 @@ class Steady:
         return 2.0
 
 
-def test_emissions_of_a_run_stand_beside_those_of_the_dense_model_and_change_no_identity(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_emissions_of_a_run_stand_beside_those_of_the_dense_model_and_change_no_identity(tmp_path, monkeypatch):
     meter = Steady()
     monkeypatch.setattr(meters, "meter_of", lambda country: meter)
     words = [*make_world(tmp_path), "protocol=continuation", f"results_dir={tmp_path / 'results'}", "modules=[static_depth]"]

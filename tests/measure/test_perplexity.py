@@ -59,9 +59,7 @@ def test_windows_are_disjoint_in_order_and_cover_the_text_up_to_a_tail(length: i
     count=st.integers(1, 5), batch=st.integers(1, 3), tokens=st.integers(2, 20), prompt=st.integers(1, 19), llama=st.booleans(),
     continuation=st.booleans(),
 )  # fmt: skip
-def test_dense_scores_are_those_of_the_plain_model(
-    count: int, batch: int, tokens: int, prompt: int, llama: bool, continuation: bool
-) -> None:
+def test_dense_scores_are_those_of_the_plain_model(count, batch, tokens, prompt, llama, continuation):
     """Under `continuation` too: the cached continuation of a dense model scores as the same positions of one full forward."""
     model = tiny.load("llama") if llama else tiny.load("gpt2")
     prompt = min(prompt, tokens - 1)

@@ -63,9 +63,7 @@ def test_times_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.clock_gap_s == pytest.approx(0)
 
 
-def test_a_machine_that_sleeps_while_it_is_timed_is_noticed_and_a_clock_that_runs_backwards_gives_no_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_machine_that_sleeps_while_it_is_timed_is_noticed_and_a_clock_that_runs_backwards_gives_no_time(monkeypatch):
     clock = Clock(monkeypatch)
     second = clock.takes(1.0)
     assert "jumped by +180.0 s" in alternate({"a": second, "b": clock.takes(1.0, asleep=60)}, 0, 3).warnings[-1]

@@ -90,8 +90,8 @@ def decided(seed: int, rows: int, n: int, padding: list[int], first_column: int)
     st.sampled_from([0, 2, 40]), st.integers(0, 5), st.integers(0, 3), st.integers(0, 2**40), st.sampled_from([1, 1, 3, 10]),
 )  # fmt: skip
 def test_shuffling_moves_whole_decisions_within_a_row_and_never_the_protected(
-    seed: int, rows: int, n: int, padding: list[int], first_column: int, first: int, last: int, shuffle_seed: int, parts: int
-) -> None:
+    seed, rows, n, padding, first_column, first, last, shuffle_seed, parts
+):
     before = decided(seed, rows, n, padding, first_column)
     (after,) = shuffled(Trace(6, [before]), shuffle_seed, first, last, parts).passes
     is_prompt = first_column == 0 and n > 1

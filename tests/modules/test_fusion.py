@@ -91,9 +91,7 @@ def test_the_closest_are_joined_first_as_if_one_by_one(n: int, seed: int, max_gr
     st.lists(st.integers(1, 60), min_size=1, max_size=3), st.integers(0, 2), st.sampled_from([0.1, 0.3, 0.5]),
     st.sampled_from([0, 1, 2]), st.sampled_from([None, 4]), st.sampled_from(["l2", "cosine", "relative", "random"]),
 )  # fmt: skip
-def test_capacity_merges_exactly_its_share_of_each_row(
-    lengths: list[int], extra: int, share: float, every: int, max_group: int | None, criterion: str
-) -> None:
+def test_capacity_merges_exactly_its_share_of_each_row(lengths, extra, share, every, max_group, criterion):
     if max_group is not None and max_group > max(lengths):
         return
     one = Pass(lengths, extra=extra)

@@ -36,9 +36,7 @@ def by_drift(tau_drift: Any, **options: Any) -> Halting:
     ROWS, st.integers(0, 2), st.sampled_from(["one_shot", "gradual", "exponential"]), st.floats(0, 1), st.floats(0, 0.5), WINDOWS,
     st.sampled_from(["drift", "update_norm", "attention", "position", "random", {"name": "entropy", "of": "latent"}]),
 )  # fmt: skip
-def test_capacity_halts_exactly_k_of_each_row(
-    lengths: list[int], extra: int, schedule: str, share: float, alpha: float, window: list[float], signal: Any
-) -> None:
+def test_capacity_halts_exactly_k_of_each_row(lengths, extra, schedule, share, alpha, window, signal):
     halting = capacity(
         signal=signal, schedule=schedule, halted_share=share, alpha=alpha, window=window, protect_first=1, protect_last=1
     )

@@ -100,9 +100,7 @@ def test_of_any_model(name: str, attention: str, data: st.DataObject, tmp_path_f
 @EVERY
 @given(data=st.data(), family=st.sampled_from(FAMILIES))
 @settings(max_examples=draws(4))
-def test_of_any_mechanisms_together(
-    names: tuple[str, ...], family: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_of_any_mechanisms_together(names, family, data, tmp_path_factory):
     path = tmp_path_factory.mktemp("trace") / "trace.safetensors"
     check(exact(family), data.draw(ragged()), data.draw(drawn(names)), data, path, whole=False)
 

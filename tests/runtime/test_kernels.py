@@ -200,9 +200,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("broken", [saturating, missing])
-def test_a_product_that_saturates_or_is_missing_is_neither_offered_nor_timed(
-    broken, unproved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_product_that_saturates_or_is_missing_is_neither_offered_nor_timed(broken, unproved, monkeypatch):
     linear = nn.Linear(64, 64)
     x = torch.randn(8, 64)
     monkeypatch.setattr(torch, "_int_mm", broken)
@@ -242,9 +240,7 @@ def test_an_error_that_random_numbers_do_not_show_is_found(unproved: Path) -> No
     assert wrong("nan", "cpu", lambda x, w: exact(x, w.T) * float("nan"), INTEGER) is not None
 
 
-def test_proofs_are_kept_by_processor_and_those_of_another_or_damaged_are_made_again(
-    unproved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_proofs_are_kept_by_processor_and_those_of_another_or_damaged_are_made_again(unproved, monkeypatch):
     asked: list[int] = []
 
     def ask() -> str | None:

@@ -83,9 +83,7 @@ def test_resident_bytes_are_the_bytes_that_are_kept_alive(name: str, modules: li
 @given(data=st.data(), batch=tiny.batches(low=3), policy=tiny.hashed(), name=st.sampled_from(["gpt2", "llama", "mistral"]))
 @settings(max_examples=draws(20))
 @torch.no_grad()
-def test_a_rearranged_cache_goes_on_as_the_sequences_it_now_holds(
-    name: str, execution: str, data: st.DataObject, batch: Batch, policy: Hashed
-) -> None:
+def test_a_rearranged_cache_goes_on_as_the_sequences_it_now_holds(name, execution, data, batch, policy):
     """Cropped, or its rows reordered: as if nothing else had ever been in it."""
     model, order = tiny.load(name), list(range(len(batch.rows)))
     by = data.draw(st.sampled_from(["crop", "reorder_cache", "batch_select_indices", "batch_repeat_interleave"]))

@@ -42,9 +42,7 @@ KINDS = st.sampled_from(["normal", "outliers", "shifted", "one-sided"])
 
 # -- codes -----------------------------------------------------------------------------------------------------------------------
 @given(SHAPES, GROUPS, KINDS, st.integers(0, 99), st.sampled_from([None, torch.bfloat16]))
-def test_narrow_codes_are_the_leading_bits_of_the_8_bit_code(
-    shape: tuple[int, ...], group: int | None, kind: str, seed: int, stored_as: torch.dtype | None
-) -> None:
+def test_narrow_codes_are_the_leading_bits_of_the_8_bit_code(shape, group, kind, seed, stored_as):
     x = values(shape, seed, kind)
     eight, four, two = (encode(x, bits, group, stored_as).code for bits in (8, 4, 2))
     assert torch.equal(four, eight >> 4)
@@ -73,9 +71,7 @@ def test_equal_values_are_kept(value: float, width: int, group: int | None, bits
 
 
 @given(SHAPES, GROUPS, KINDS, st.integers(0, 99))
-def test_the_error_is_half_a_step_at_8_bits_and_the_least_that_a_line_leaves_below(
-    shape: tuple[int, ...], group: int | None, kind: str, seed: int
-) -> None:
+def test_the_error_is_half_a_step_at_8_bits_and_the_least_that_a_line_leaves_below(shape, group, kind, seed):
     x = values(shape, seed, kind)
     size = shape[-1] if group is None else min(group, shape[-1])
     errors = {}
@@ -113,9 +109,7 @@ OPERATIONS = st.lists(
 
 @given(st.data(), OPERATIONS, st.sampled_from([3, 8, 32]), st.sampled_from([torch.float32, torch.bfloat16]))
 @settings(max_examples=60)
-def test_a_packed_layer_reads_as_a_plain_one_that_was_given_what_is_held(
-    data: st.DataObject, operations: list[str], group: int, dtype: torch.dtype
-) -> None:
+def test_a_packed_layer_reads_as_a_plain_one_that_was_given_what_is_held(data, operations, group, dtype):
     """Every way a cache is written and rearranged, with rows of different lengths and entries of different widths."""
     executor = SimulatedExecutor(kv_group_size=group)
     packed, plain = executor.new_store(), CacheLayer("ragged")

@@ -41,7 +41,7 @@ class Demo(Command):
     """
 
     save: InnerShare = key(
-        "0.4", "share of the prompt's FLOPs to be saved; a schedule saves it in prompts of 448 tokens, less in shorter ones", 0.4
+        "0.4", "share of the prompt's FLOPs to save; schedules save it at 448 tokens, less in shorter prompts", 0.4
     )
     text: str | None = key("TEXT", "default: of the Python language reference, which the models were not trained on")
     new_tokens: Positive = key("20", "how many tokens both write after it", 20)
@@ -70,9 +70,7 @@ class Demo(Command):
                 record=True, width=SVG_COLUMNS, file=io.StringIO(), force_terminal=True, color_system="256", highlight=False
             )
             console.print(*page(True), sep="\n", markup=False, emoji=False)
-            plain = re.sub(
-                r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL
-            )  # a picture that asks no other place for a font
+            plain = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)  # no font from elsewhere
             picture = console.export_svg(title="quicksilver demo", code_format=plain, unique_id="demo")
             write_atomically(Path(self.svg), picture.encode())
         return 0
@@ -132,9 +130,7 @@ def _module(model: Any, save: float, prompt: int) -> tuple[Any, str]:
     from quicksilver.modules.staged_halting import PresetHalting
 
     if round(100 * save, 6) in SCHEDULED_PCT:
-        return PresetHalting(
-            save=save
-        ), "The oldest are dropped, the others' keys and values are predicted for the layers they miss."
+        return PresetHalting(save=save), "The oldest are dropped, others' keys and values are predicted for the layers they miss."
     return Halting.from_preset(model, save=save, prompt_tokens=prompt), "Those that get the least attention are dropped."
 
 
@@ -154,9 +150,7 @@ def _paragraphs() -> str:
     from pydoc_data.topics import topics
 
     blocks = topics["for"].replace("’", "'").split("\n\n")
-    prose = (
-        block for block in blocks if not block.startswith((" ", "Changed in")) and "***" not in block and not block.endswith(":")
-    )
+    prose = (text for text in blocks if not text.startswith((" ", "Changed in")) and "***" not in text and not text.endswith(":"))
     return " ".join(prose)
 
 

@@ -155,9 +155,7 @@ class Benchmark(Command):
             unknown = next((part for part in self.only if part not in PARTS), "[]")
             raise ConfigError(f"only={unknown}: there is no such part. Parts: {', '.join(PARTS)}.")
         if not SCRIPT.is_file():
-            raise ConfigError(
-                "quicksilver dev benchmark needs a clone of the repository: its scripts are not in the installed package."
-            )
+            raise ConfigError("quicksilver dev benchmark needs a clone: its scripts are not in the installed package.")
         return subprocess.run(self.command()).returncode
 
     def command(self) -> list[str]:

@@ -89,9 +89,7 @@ def _machine() -> Iterator[str]:
     yield f"instructions: {instruction_set()}"
     yield f"memory: {memory.available / _GB:.1f} of {memory.total / _GB:.1f} GB available"
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    yield "GPU: " + (
-        ", ".join(devices) or "none that torch can use. Every time is that of the CPU; gpt2-large takes hours a table"
-    )
+    yield "GPU: " + (", ".join(devices) or "none that torch can use. Times are the CPU's; gpt2-large takes hours a table")
 
 
 def _kernels() -> Iterator[str]:

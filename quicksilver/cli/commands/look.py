@@ -117,9 +117,7 @@ class Show(ResultsFolder):
         if not found:
             raise ConfigError(f"{begins or self.results_dir}: no such record. `quicksilver run` makes one and prints its folder.")
         if begins and len(found) > 1:
-            raise ConfigError(
-                f"{begins} begins {len(found)} fingerprints, such as {', '.join(list(found)[:3])}: write more of it."
-            )
+            raise ConfigError(f"{begins} begins {len(found)} fingerprints, such as {', '.join(list(found)[:3])}: write more.")
         name = max(found, key=lambda one: found[one].stat().st_mtime if found[one].is_dir() else 0.0)
         record = store.get(name)
         assert record is not None

@@ -119,23 +119,17 @@ class Reproduce(MakesRuns):
                 troubles[artefact] = f"{len(failed)} of {len(jobs)} rows have no record"
         explain([job for job in every if job.error is not None])
         for artefact, trouble in troubles.items():
-            print(
-                f"{artefact.kind} {artefact.number}: {trouble}. To repeat it: {command_of(artefact, overrides)}", file=sys.stderr
-            )
+            print(f"{artefact.kind} {artefact.number}: {trouble}. Repeat it: {command_of(artefact, overrides)}", file=sys.stderr)
         if only is None:
             total = len(artefacts())
-            print(
-                f"{total - len(troubles)} of {total} tables and figures are complete, in {base.results_dir}/tables and figures."
-            )
+            print(f"{total - len(troubles)} of {total} tables and figures are complete: {base.results_dir}/tables and figures.")
         return 1 if troubles else 0
 
     def _wanted(self) -> Artefact | None:
         """The table or figure that is asked for; None: all."""
         what, *number = self.names or [""]
         if what not in (*KINDS, "all"):
-            raise ConfigError(
-                f"{f'{what}: ' if what else ''}say what to reproduce: quicksilver reproduce table 11, figure 8, or all."
-            )
+            raise ConfigError(f"{f'{what}: ' if what else ''}say what to reproduce: table 11, figure 8, or all.")
         if what == "all":
             if number:
                 raise ConfigError(f"{number[0]!r} is not key=value: quicksilver reproduce all takes no number.")
@@ -166,9 +160,7 @@ class Time(Command):
     most_names: ClassVar[int] = 2
     repeats: Positive = key("3", "processes, one after another", 3)
     pause_min: Annotated[float, check_positive] = key("2", "minutes between two of them", 2.0)
-    rounds: Annotated[int, at_least(3)] = key(
-        "10", "of each row, in turns with the dense model, which is timed twice in each", 10
-    )
+    rounds: Annotated[int, at_least(3)] = key("10", "of each row, in turns with the dense model, timed twice in each", 10)
     next_names = Reproduce.next_names
 
     def main(self) -> int:
@@ -179,10 +171,8 @@ class Time(Command):
         base = base_config(self.overrides)
         answers = RecordIndex(base.results_dir, base.records)
         jobs = jobs_of(artefact, self.overrides, answers, to_run=False)
-        outcomes = recorded(artefact, jobs, Store(base.results_dir, base.records), None, answers)
-        there = {
-            one.record.fingerprint: job for one, job in zip(outcomes, jobs, strict=True) if one.record and has_time(one.record)
-        }
+        found = recorded(artefact, jobs, Store(base.results_dir, base.records), None, answers)
+        there = {one.record.fingerprint: job for one, job in zip(found, jobs, strict=True) if one.record and has_time(one.record)}
         if not there:
             asked = command_of(artefact, self.overrides)
             raise ConfigError(f"{artefact.kind} {artefact.number} has no row with a record that was timed: {asked}")

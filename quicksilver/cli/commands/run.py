@@ -162,8 +162,6 @@ def _searched(overrides: Sequence[str]) -> list[Path]:
         for place in value if isinstance(value, list) else [value]:
             folder = Path(str(place).removeprefix("file://"))
             if not isinstance(value, list) or "://" in str(folder) or not folder.is_dir():
-                raise ConfigError(
-                    f"{word}: takes a list of folders that are there, hydra.searchpath=[file:///folder]; or give --config-dir /folder."
-                )
+                raise ConfigError(f"{word}: takes a list of folders that are there, [file:///folder]; or --config-dir /folder.")
             found.append(folder.absolute())
     return found

@@ -53,9 +53,7 @@ class Budget(Command):
 
     takes = "run"
     save: list[InnerShare] = key("SHARE", "save at least this share of the FLOPs; several: save=[0.2,0.4]", factory=list)
-    cost: list[Annotated[float, check_positive]] = key(
-        "PCT", "at most so many percent of perplexity; several: cost=[1,2]", factory=list
-    )
+    cost: list[Annotated[float, check_positive]] = key("PCT", "percent of perplexity at most; several: cost=[1,2]", factory=list)
     sure: bool = key("true", "with cost: the upper end of the 95% interval counts", False)
     of: Ledger = key("executed", "whose FLOPs save counts: executed, nominal, paper, or prompt_executed …", "executed")
     dial: str = key("NAME", "a file of conf/budget, or a yaml like those; default: halting_attention", "halting_attention")
@@ -161,14 +159,12 @@ class Calibrate(Command):
         check_context(loaded.model, config.protocol.window_tokens)
         signals = [*SIGNALS, *([AttentionReceived(self.last_queries, "max")] if self.kv else [])]
         path = calibration_path(folder, loaded.model, windows, signals)
-        found = path.exists()
+        how = "found" if path.exists() else "measured"
         calibration = calibrated(
             folder, loaded.model, windows, signals=signals, batch_size=config.protocol.batch_size,
             source={"model": loaded.files.source, "text": text.source}, progress=bar("calibrating"),
         )  # fmt: skip
-        print(
-            f"{'found' if found else 'measured'}: {len(windows)} windows of {config.protocol.window_tokens} tokens, {text.source}"
-        )
+        print(f"{how}: {len(windows)} windows of {config.protocol.window_tokens} tokens, {text.source}")
         print("layer  p25 relative drift  p25 entropy (nats)")
         rows = zip(calibration.thresholds("drift-relative", 25), calibration.thresholds("entropy-logit_lens", 25), strict=True)
         for layer, (drift, entropy) in enumerate(list(rows)[:-1]):  # after the last layer nothing halts
@@ -204,7 +200,7 @@ class Fit(Command):
     takes = "run"
     layers: list[Count] = key("[7,8]", "source layers, from 0; default: a third to three quarters of the depth", factory=list)
     text: list[str] = key(
-        "[a,b]", "datasets whose calibration part is read; default: [python-docs,wikitext103]", factory=lambda: [*TEXTS]
+        "[a,b]", "calibration parts that are read; default: [python-docs,wikitext103]", factory=lambda: [*TEXTS]
     )
     windows: Positive = key("240", "at most this many windows of protocol.window_tokens", 240)
     ridge: Annotated[float, check_positive] = key("0.003", "penalty, as a multiple of the mean of the diagonal", 3e-3)
@@ -250,10 +246,8 @@ class Fit(Command):
 
         def fitted() -> dict[int, Translator]:
             sums = folder / f".{name}{control}.sums.safetensors"
-            progress = bar(f"fitting {name}")
-            found = fit_translators(
-                arch, text, layers, ridge=self.ridge, control=self.control, checkpoint=sums, progress=progress
-            )
+            steps = bar(f"fitting {name}")
+            found = fit_translators(arch, text, layers, ridge=self.ridge, control=self.control, checkpoint=sums, progress=steps)
             return {
                 layer: self._distilled(arch, one, text, config.protocol.prompt_tokens) if self.distill else one
                 for layer, one in found.items()
@@ -292,7 +286,7 @@ class Schedule(Command):
     save: list[InnerShare] = key("SHARE", "of the prompt's executed FLOPs, one or several: save=[0.4,0.5]", factory=list)
     translators: list[str] = key("[…]", "files of `quicksilver fit`", factory=list)
     text: list[str] = key(
-        "[a,b]", "datasets whose calibration part is read; default: [python-docs,wikitext103]", factory=lambda: [*TEXTS]
+        "[a,b]", "calibration parts that are read; default: [python-docs,wikitext103]", factory=lambda: [*TEXTS]
     )
     windows: Positive = key("64", "of the choosing half", 64)
     output: str | None = key("FILE", "default: results_dir/translators/MODEL.schedules.yaml")
@@ -415,7 +409,5 @@ def _part(config: RunConfig, name: str, part: Literal["test", "calibration"]) ->
 
     dataset = compose([f"dataset={name}"]).dataset
     if dataset.reader == "tagged":
-        dataset = dataclasses.replace(
-            dataset, reader="lines", tagger=None
-        )  # its words alone are asked for: no tagger need be trained
+        dataset = dataclasses.replace(dataset, reader="lines", tagger=None)  # its words alone: no tagger is trained
     return read_text(dataset, part, root=Path(config.data.root) if config.data.root else None)

@@ -55,11 +55,7 @@ class AgainstError(Exception):
 
 
 def timed(options: argparse.Namespace) -> dict[str, Any]:
-    """Every pass with the package that this process finds: `times`, and under `absent` why there is none of some.
-
-    Raises:
-        AgainstError: the package that was found is not the one in `options.package`.
-    """
+    """Every pass with the package that this process finds: `times`, and under `absent` why there is none of some."""
     import quicksilver
     from quicksilver import modules as mechanisms
     from quicksilver.runtime.run import apply
@@ -107,11 +103,7 @@ def _times(model: Any, ids: torch.Tensor, options: argparse.Namespace, run: Any)
 
 @contextmanager
 def checked_out(revision: str, repository: Path = ROOT) -> Iterator[tuple[Path, str]]:
-    """A temporary worktree of `revision`, and its full hash; removed in the end.
-
-    Raises:
-        AgainstError: no git, no clone, or no such revision.
-    """
+    """A temporary worktree of `revision`, and its full hash; removed in the end."""
     if shutil.which("git") is None:
         raise AgainstError("git was not found: it checks the revision out.")
     named = _git(repository, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
@@ -134,11 +126,7 @@ def _git(repository: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def one_process(package: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """What `timed` returns in a process of its own that imports the package of the folder `package`.
-
-    Raises:
-        AgainstError: it ended without an answer.
-    """
+    """What `timed` returns in a process of its own that imports the package of the folder `package`."""
     words = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in OPTIONS if name not in ("rounds", "package")]
     command = [sys.executable, str(Path(__file__).resolve()), "--package", str(package), *words]
     env = {**os.environ, "PYTHONPATH": str(package), "HF_HUB_OFFLINE": "1"}
@@ -202,11 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compare(revision: str, options: argparse.Namespace) -> None:
-    """Time both versions in turns, print the ratios and write them.
-
-    Raises:
-        AgainstError: a revision that is not there, or a process without an answer.
-    """
+    """Time both versions in turns, print the ratios and write them."""
     around = environment("cpu") | {"threads": options.threads}
     rounds: list[list[Times]] = []
     absent: dict[str, str] = {}

@@ -193,11 +193,7 @@ def captured(call: Call) -> Call:
 
 
 def rows_of(o: Options) -> Iterator[Row]:
-    """Check, then time.
-
-    Raises:
-        QuickSilverError: an invariant does not hold; nothing is timed then.
-    """
+    """Check, then time."""
     for name in o.shapes:
         shape = shared.SHAPES[name]
         if "invariants" in o.only:
@@ -214,11 +210,7 @@ def rows_of(o: Options) -> Iterator[Row]:
 
 @torch.inference_mode()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code.
-
-    Raises:
-        QuickSilverError: no CUDA device, an invariant that does not hold, a step of a dry run that failed.
-    """
+    """Returns the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
     dry = DRY if "--dry-run" in words else {}
     o = shared.parsed("gpu", __doc__, OPTIONS, words, None if dry else shared.RESULTS / "benchmark_gpu.json", **dry)

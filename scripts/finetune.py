@@ -339,11 +339,7 @@ def _after_each_word(text: str, numbers: Mapping[str, int], idf: np.ndarray, wei
 
 
 def check_recipe(recipe: Recipe, meta: Mapping[str, Any], source: Path) -> None:
-    """Refuse a state of another recipe; falls that begin after its step may be others.
-
-    Raises:
-        SystemExit: names what differs.
-    """
+    """Refuse a state of another recipe; falls that begin after its step may be others."""
     begun = [list(fall) for fall in recipe.falls if fall[0] < meta["step"]]
     training_loop.check_recipe(recipe, dict(meta), source, ["falls"] if meta["recipe"]["falls"] == begun else [])
 

@@ -17,11 +17,7 @@ from quicksilver.runtime.errors import ConfigError
 
 
 def write(name: str, folder: Path, tokenizer: Path, *, dtype: str = "float32", seed: int = 0) -> int:
-    """Draw the weights of `name`, write them with the files of `tokenizer`; returns the number of parameters.
-
-    Raises:
-        ConfigError: a shape that is not known, no tokenizer there, or a folder that has something in it.
-    """
+    """Draw the weights of `name`, write them with the files of `tokenizer`; returns the number of parameters."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -240,7 +240,7 @@ def train_tokenizer(documents: dict[str, list[str]], vocab_size: int, per_source
 def prepare(data_root: Path, out: Path, vocab_size: int, sources: tuple[str, ...] = SOURCES, known: Path | None = None) -> dict:
     """Tokenizer and token streams in `out` (`{source}.bin`, uint16; where their documents begin: `{source}.starts.npy`).
 
-    The tokenizer is trained on the text, unless `known` names one. The streams are reused when they are already there for this vocabulary and these sources.
+    The tokenizer is trained on the text, unless `known` names one. Streams of this vocabulary and these sources are reused.
     """
     from tokenizers import Tokenizer
 

@@ -22,11 +22,7 @@ _KEPT = {"kernelspec": {"display_name": "Python 3", "language": "python", "name"
 
 
 def run(path: Path) -> nbformat.NotebookNode:
-    """The notebook with its outputs, cleaned.
-
-    Raises:
-        CellExecutionError: a cell failed.
-    """
+    """The notebook with its outputs, cleaned."""
     notebook = nbformat.read(path, as_version=4)
     quiet = ["--IPKernelApp.log_level=40"]  # it warns of its local ports
     where = {"metadata": {"path": str(path.parent)}}

@@ -268,11 +268,7 @@ def load_tokenizer(folder: Path, context_tokens: int = 512) -> PreTrainedTokeniz
 
 
 def check_recipe(recipe: Recipe, meta: dict[str, Any], source: Path) -> None:
-    """Refuse a checkpoint of another recipe; what takes effect only after its step may differ.
-
-    Raises:
-        SystemExit: names what differs.
-    """
+    """Refuse a checkpoint of another recipe; what takes effect only after its step may differ."""
     step, free = meta["step"], []
     # A shortening says from which step it holds: up to there both recipes are one.
     if recipe.shortened and step <= recipe.shortened[0]:

@@ -46,9 +46,6 @@ def run(
         lr_scale: share of each group's peak learning rate at a step.
         losses: of a step, each with its share of the step's loss; a pure function of the step, so that a resume needs no more state.
         note: given the number of steps done, the loss and the history, to which it adds.
-
-    Raises:
-        SystemExit: a gradient that is not finite; the last good state stays.
     """
     step, history, before = restore(folder, model, optims, check)
     peaks = [(group, group["lr"]) for optim in optims for group in optim.param_groups]
@@ -86,11 +83,7 @@ def run(
 
 
 def check_recipe(recipe: Any, meta: dict[str, Any], source: Path, free: Collection[str] = ()) -> None:
-    """Refuse the state of another recipe (a dataclass); fields that it lacks have their defaults, and those in `free` may differ.
-
-    Raises:
-        SystemExit: names what differs.
-    """
+    """Refuse the state of another recipe, a dataclass; fields that it lacks have their defaults, those in `free` may differ."""
     defaults = {one.name: one.default for one in dataclasses.fields(recipe) if one.default is not dataclasses.MISSING}
     theirs, ours = json.loads(json.dumps([defaults | meta["recipe"], dataclasses.asdict(recipe)]))
     wrong = [name for name in theirs | ours if theirs.get(name) != ours.get(name) and name not in free]
@@ -102,11 +95,7 @@ def check_recipe(recipe: Any, meta: dict[str, Any], source: Path, free: Collecti
 
 
 def load_state(folder: Path) -> dict[str, Any] | None:
-    """The last save of a run: step, seconds, recipe, history, and the tensors of `model` and `optims`; None: there is none.
-
-    Raises:
-        ConfigError: a file that cannot be read.
-    """
+    """The last save of a run: step, seconds, recipe, history, and the tensors of `model` and `optims`; None: there is none."""
     return read_training(folder / STATE) if (folder / STATE).is_file() else None
 
 

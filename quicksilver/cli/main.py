@@ -57,11 +57,7 @@ def commands(below: str = "") -> list[str]:
 
 
 def load(name: str) -> type[Command]:
-    """The class of a command.
-
-    Raises:
-        ConfigError: there is no such command; names close ones.
-    """
+    """The class of a command."""
     if name not in COMMANDS:
         known = [one for one in COMMANDS if one.startswith("dev ") == (name.split()[0] == "dev")]
         close = difflib.get_close_matches(name, known, n=2)

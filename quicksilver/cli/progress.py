@@ -53,11 +53,7 @@ def show_fault(error: Exception) -> None:
 
 @contextmanager
 def needing(what: str, extra: str) -> Iterator[None]:
-    """Around imports of libraries that not everybody has.
-
-    Raises:
-        ConfigError: one is not installed; names it and the extra of the package that brings it.
-    """
+    """Around imports of libraries that not everybody has."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -56,11 +56,7 @@ def is_sweep(overrides: Sequence[str], extra_dirs: Sequence[Path]) -> bool:
 
 
 def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptions) -> int:
-    """Make the runs of a sweep; returns the exit code: 1 where one failed.
-
-    Raises:
-        ConfigError: nothing of it can be run.
-    """
+    """Make the runs of a sweep; returns the exit code: 1 where one failed."""
     if asked.name is not None:
         check_name(asked.name)
     with hydra_started(extra_dirs):
@@ -187,11 +183,7 @@ def _of_runs(overrides: Sequence[str]) -> list[str]:
 def runs_of(
     overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequence[Path]
 ) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """The runs of a sweep, each as its overrides and those in which the runs differ, within `hydra_started`.
-
-    Raises:
-        ConfigError: a word that is no override.
-    """
+    """The runs of a sweep, each as its overrides and those in which the runs differ, within `hydra_started`."""
     params: Any = OmegaConf.to_container(settings.sweeper.get("params") or OmegaConf.create({}), resolve=True)
     loader = GlobalHydra.instance().config_loader()
     try:
@@ -201,11 +193,7 @@ def runs_of(
 
 
 def compose_runs(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequence[Path], yes: bool) -> Composed:
-    """Compose and plan every run, within `hydra_started`. Loads no model.
-
-    Raises:
-        ConfigError: not one of them can be run; the first says why. More than an hour of runs here without `yes`.
-    """
+    """Compose and plan every run, within `hydra_started`. Loads no model."""
     swept = runs_of(overrides, settings, extra_dirs)
     place = RunContext()
     configs: dict[int, RunConfig] = {}
@@ -293,11 +281,7 @@ class Worker:
     shard: bool = False
 
     def __call__(self, _: Any = None) -> int:
-        """Returns how many runs the sweep has left.
-
-        Raises:
-            QuickSilverError: the manifest cannot be seen from here.
-        """
+        """Returns how many runs the sweep has left."""
         try:
             sweep = Sweep.load(self.results_dir, self.name)
         except ConfigError as error:
@@ -401,9 +385,6 @@ def work_through(
         runs: each with the number of runs that are open with it.
         total: how many runs there are.
         shown: what each record says goes to stdout.
-
-    Raises:
-        SameFailureError: `_ALIKE` runs in a row failed in one way, and the next ones would, too.
     """
     sweep, together = board.sweep, parallel.processes() > 1
     seconds: list[float] = []
@@ -466,11 +447,7 @@ def _shown(board: Board, bar: Callable[[Progress], None], place: int, runs: int)
 
 
 def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequence[Path], asked: SweepOptions) -> int:
-    """Draw and make runs until there are as many as asked for, within `hydra_started`; returns the exit code: 1 where one failed.
-
-    Raises:
-        ConfigError: nothing is drawn, optuna is not installed, no name, or a launcher with workers.
-    """
+    """Draw and make as many runs as asked for, within `hydra_started`; returns the exit code: 1 where one failed."""
     config = studies.study_config(settings.sweeper)
     if asked.name is None and not asked.plan:
         raise ConfigError("hydra/sweeper=optuna needs name=…: under it the study is found again.")
@@ -539,9 +516,7 @@ def _drawn(
             study.tell(trial, state=TrialState.FAIL)
             again += 1
             if again == _AGAIN:
-                say(
-                    f"{_AGAIN} draws in a row gave runs that are there: {done} of {config.trials} are made, hardly another is left."
-                )
+                say(f"{_AGAIN} draws in a row gave known runs: {done} of {config.trials} are made, and hardly another can be drawn.")
                 return
             continue
         again = 0

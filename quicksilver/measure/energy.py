@@ -70,7 +70,7 @@ class CodeCarbonMeter:
         self.grid_kg_per_kwh = _grid_kg_per_kwh(country_iso_code)
 
         def sources(mode: str) -> dict[str, str]:
-            """Start a tracker, which needs a country in any case: its sources by kind of hardware, but for RAM, which no counter reads."""
+            """Start a tracker, which needs some country: its sources by kind of hardware, without RAM, which no counter reads."""
             self._tracker = OfflineEmissionsTracker(
                 country_iso_code=country_iso_code or "USA", output_methods=[], log_level="critical", measure_power_secs=1, tracking_mode=mode
             )  # fmt: skip

@@ -201,9 +201,6 @@ def effects(
 
     Args:
         loss: runs the model and gives a scalar. decisions: (B, N) of 1 and 0. step: of the finite difference.
-
-    Raises:
-        ConfigError: no token.
     """
     if not tokens:
         raise ConfigError("There is no token whose decision could be turned round: give at least one.")

@@ -251,9 +251,6 @@ class Encoder(_AsTorchDrawsIt):
     def forward(self, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None = None) -> BaseModelOutput:
         """inputs_embeds (B, N, D), attention_mask (B, N) of 1 for tokens and 0 for padding -> last_hidden_state (B, N, D), before the
         final norm: who reads it may have to know which states are frozen.
-
-        Raises:
-            ConfigError: a mask that is no padding mask of these tokens.
         """
         hidden, mask = inputs_embeds, attention_mask
         if mask is not None:
@@ -266,11 +263,7 @@ class Encoder(_AsTorchDrawsIt):
 
 
 class EncoderArchitecture(Architecture):
-    """A model whose `encoder` is an `Encoder` and whose output head is one linear map of its normed states.
-
-    Raises:
-        UnsupportedModelError: a base model that is no `Encoder`, attention other than sdpa.
-    """
+    """A model whose `encoder` is an `Encoder` and whose output head is one linear map of its normed states."""
 
     family = "torch_encoder"
     model_types: ClassVar[tuple[str, ...]] = ("torch_encoder",)

@@ -120,10 +120,6 @@ class Plan:
         steps, tuning_steps: of the dense training, and of every training after it, the dense control's included.
         tokens: share of token-layers that gates are trained for.
         folder: of KITTI or nuScenes, whose first frames are trained on and whose last ones are measured; None: scenes are made.
-
-    Raises:
-        ConfigError: nothing to train or to measure on, no step, a share of tokens that cannot be met, before anything is trained; by the data, a
-            folder with fewer frames.
     """
 
     shape: Shape = field(default_factory=Shape)
@@ -191,11 +187,7 @@ class SeedRuns:
     may_train: bool = True
 
     def train(self, name: str) -> Trained:
-        """The detector of `ALL_PARTS`, or of one with the prefix `WIDE`, and whatever it starts from.
-
-        Raises:
-            ConfigError: it is not finished and may not be trained.
-        """
+        """The detector of `ALL_PARTS`, or of one with the prefix `WIDE`, and whatever it starts from."""
         (part, prefix), plan = part_of(name), self.plan
         shape = plan.wide if prefix else plan.shape
         shape = shape if part.layers else replace(shape, layers=0)
@@ -369,11 +361,7 @@ def without_halted(outputs: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def evaluate(model: PillarDetector, data: Batch, grid: Grid, policy: ScenePolicy | None = None) -> Evaluation:
-    """Run every scene of `data` alone under the modules that `policy` gives for its number (None: dense).
-
-    Raises:
-        ConfigError: no scene.
-    """
+    """Run every scene of `data` alone under the modules that `policy` gives for its number (None: dense)."""
     if not len(data):
         raise ConfigError("There is no scene to evaluate on: give at least one.")
     n_layers = model.config.num_hidden_layers
@@ -417,9 +405,6 @@ def ap_difference(
     evaluated on the same scenes, which are drawn together.
 
     Dense detectors have nothing halted: they are taken with recycling.
-
-    Raises:
-        ConfigError: an interval over fewer than two scenes.
     """
     from scipy import stats
 

@@ -69,9 +69,6 @@ class Grid:
 class Scene:
     """Points (P, 3) float32 in metres, boxes (K, 5) float32 as x, y, length, width in metres and yaw in radians, labels (K,) int64 into
     `CLASSES`.
-
-    Raises:
-        ConfigError: by `check`, no point in the grid, a box whose centre lies outside it, a number that is not finite.
     """
 
     points: np.ndarray
@@ -300,9 +297,6 @@ Frame = tuple[str, np.ndarray, list[Box]]  # name, points (P, 3), boxes
 def read_scenes(folder: Path, grid: Grid, limit: int | None = None) -> list[Scene]:
     """Frames of a KITTI or nuScenes folder in their order, at most `limit`: points in the grid, heights from the ground, and boxes of `CLASSES`
     whose centre lies in the grid and that hold at least `MIN_POINTS` points.
-
-    Raises:
-        ConfigError: a folder of neither layout, a file that is missing or is not what the layout says (names it), no frame.
     """
     root = folder / "training" if (folder / "training").is_dir() else folder
     versions = sorted(folder.glob("v1.0-*"))

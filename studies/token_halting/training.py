@@ -133,10 +133,6 @@ def train(
         policy: from the step's number to modules that halt while the detector is trained.
         teacher: whose outputs on the same scenes are imitated, beside the labels; needs gates and `recipe.imitates`.
         checkpoint: where the state is kept every `every` steps and found again after a kill.
-
-    Raises:
-        ConfigError: gates without a target or the reverse, a teacher that nobody imitates or the reverse, a target below what the gates can reach, a checkpoint of something else.
-        QuickSilverError: a loss that is not finite; the last good checkpoint stays.
     """
     if (gates is None) != (recipe.tokens is None):
         raise ConfigError("Gates are trained for a share of tokens: give gates and recipe.tokens, or neither.")
@@ -222,9 +218,6 @@ class SparsityController:
     Args:
         tokens: share of token-layers that shall be left, all layers counted.
         n_layers: of the model.
-
-    Raises:
-        ConfigError: a share that cannot be met: layers up to the first decision always have all tokens.
     """
 
     def __init__(self, gates: HaltingGates, tokens: float, n_layers: int, step: float = 0.04) -> None:
@@ -275,11 +268,7 @@ def _order(n: int, recipe: Recipe, step: int) -> torch.Tensor:
 
 
 def trained(path: Path, shape: Shape) -> Trained:
-    """The detector, and its gates if it has any, that a finished training left.
-
-    Raises:
-        ConfigError: no such checkpoint, or one of another shape.
-    """
+    """The detector, and its gates if it has any, that a finished training left."""
     found, wanted = read_training(path), json.loads(json.dumps(asdict(shape)))
     for name, own in wanted.items():
         if found["shape"][name] != own:

@@ -281,11 +281,7 @@ def jobs_of_all(
 def recorded_of_all(
     base: RunConfig, overrides: Sequence[str], answers: RecordIndex, wanted: Callable[[Artefact], bool] = lambda _: True
 ) -> tuple[dict[Artefact, tuple[list[Job], list[Outcome]]], dict[Artefact, str]]:
-    """The jobs of every artefact that is `wanted` with their outcomes as far as they are on disk, and what is wrong with those that have none; nothing is run.
-
-    Raises:
-        QuickSilverError: the model or the text of `base` cannot be had, and is needed to know what was recorded.
-    """
+    """The jobs of every `wanted` artefact with their outcomes on disk, and what is wrong with those that have none; runs nothing."""
     found: dict[Artefact, tuple[list[Job], list[Outcome]]] = {}
     with counted(len(artefacts()), "reading runs") as read, counted(len(artefacts()), "reading records") as judged:
         work, troubles = jobs_of_all(overrides, answers, to_run=False, done=read, wanted=wanted)

@@ -116,11 +116,7 @@ class LmEval(Command):
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
-    """The words as Hydra reads its options, in any order.
-
-    Raises:
-        ConfigError: an option that there is not, or one that names another config.
-    """
+    """The words as Hydra reads its options, in any order."""
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:
@@ -149,11 +145,7 @@ def _ask_hydra(given: argparse.Namespace, extra_dirs: Sequence[Path]) -> int:
 
 
 def _searched(overrides: Sequence[str]) -> list[Path]:
-    """The folders of `hydra.searchpath=[file:///folder]`.
-
-    Raises:
-        ConfigError: something else than folders, or one that is not there.
-    """
+    """The folders of `hydra.searchpath=[file:///folder]`."""
     found = []
     for word in overrides:
         if not word.startswith(_SEARCHPATH):

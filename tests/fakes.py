@@ -77,7 +77,7 @@ def described(name: str, protocol: str = "all", dense_name: str | None = None) -
         "label": f"reference-gpt2 | python-docs | {name}",
         "modules": [] if dense_name is None else ["halting"],
         "execution": "compact",
-        "protocol": encoded(ProtocolEntry(protocol, 512, 512 - prompt, 8)),  # type: ignore[arg-type]
+        "protocol": encoded(ProtocolEntry(protocol, 512, 512 - prompt, 8)),
         "lookahead": False,
         "model": encoded(ModelEntry(*MODEL, WEIGHTS_DIGEST, "float32", "cpu", "sdpa")),
         "data": encoded(DataEntry(*DATA)),
@@ -102,9 +102,7 @@ def quality(windows: pd.DataFrame, protocol: str = "all", share: float = 1.0) ->
     flops = {f"{ledger}_flops": round(DENSE_FLOPS * part * share) for ledger, part in LEDGERS.items()}
     if protocol == "continuation":
         flops |= {f"prompt_{name}": round(PROMPT_SHARE * count) for name, count in flops.items()}
-    return QualityResult(
-        float(np.exp(nats / tokens)), 1.25, nats, tokens, 4 * tokens, kv_bytes_billed=0, kv_bytes_resident=0, **flops
-    )
+    return QualityResult(np.exp(nats / tokens), 1.25, nats, tokens, 4 * tokens, kv_bytes_billed=0, kv_bytes_resident=0, **flops)
 
 
 def ratio(middle: float, around: float = 0.01) -> Quartiles:
@@ -164,9 +162,7 @@ def make(
     }
     if null_per_token is not None:
         null = float(windows["null_nll_nats"].sum())
-        results_of["null"] = NullResult(
-            "shuffle", float(np.exp(null / found.tokens)), null, found.executed_flops, found.nominal_flops
-        )
+        results_of["null"] = NullResult("shuffle", np.exp(null / found.tokens), null, found.executed_flops, found.nominal_flops)
     for measurement, result in (results_of | dict(measured or {})).items():
         if measurement not in without:
             put(content, measurement, result)

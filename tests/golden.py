@@ -181,7 +181,7 @@ class _Bench:
         self.model.config.num_hidden_layers = len(kept)
         if exact:
             self.model.double()
-        self.protocol: Protocol = Protocol(protocol, WINDOW, PROMPT, BATCH)  # type: ignore[arg-type]
+        self.protocol: Protocol = Protocol(protocol, WINDOW, PROMPT, BATCH)
         self.windows = encode(" ".join(TEXT.split()), self.tokenizer, WINDOW, SCORED + CALIBRATING)
         self.scored, self.calibrating = self.windows.ids[:SCORED], self.windows.ids[SCORED:]
         self.dense = DenseLogits(self.model, self.protocol)
@@ -247,7 +247,6 @@ def _as_offered(entries: Mapping[str, Any], bench: _Bench) -> dict[str, Any]:
 
 
 def _of_scores(windows: Any, trace: Trace | None) -> dict[str, Any]:
-    assert trace is not None
     columns = {name: windows[name].tolist() for name in windows.columns if name != "window"}
     return {"active_tokens": trace.active_counts().tolist(), "decisions": _digest(trace), "windows": columns}
 

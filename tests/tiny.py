@@ -268,7 +268,6 @@ class Hashed(Halts):
         return (chance(self.seed + 1000, layer, slots, ids) < self.skip) & (slots >= self.protect)
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
-        assert view.input_ids is not None
         halts = self.halts(view.layer, view.slots, view.input_ids)
         if self.missing_kv == "mixed":
             how = (chance(self.seed + 2000, 0, view.slots, view.input_ids) * len(MISSING_KV)).long()

@@ -516,7 +516,9 @@ def _drawn(
             study.tell(trial, state=TrialState.FAIL)
             again += 1
             if again == _AGAIN:
-                say(f"{_AGAIN} draws in a row gave known runs: {done} of {config.trials} are made, and hardly another can be drawn.")
+                say(
+                    f"{_AGAIN} draws in a row gave known runs: {done} of {config.trials} are made, and hardly another can be drawn."
+                )
                 return
             continue
         again = 0

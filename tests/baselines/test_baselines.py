@@ -20,7 +20,6 @@ from quicksilver.measure.perplexity import Protocol, score
 from quicksilver.measure.quality import by_chance
 from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, Replay, TokenFusion, shuffled
 from quicksilver.runtime import ConfigError, UnsupportedModelError, apply
-from quicksilver.runtime.cache import CacheLayer
 from quicksilver.runtime.trace import Trace
 
 LONG = tiny.Batch((tuple(range(1, 33)),))
@@ -157,9 +156,7 @@ def test_sinks_and_window_keep_exactly_those_slots(window: int, sinks: int, mask
     execution = "masked" if masked else "compact"
     with torch.no_grad(), apply(tiny.load("llama"), [module], execution=execution) as run:
         tiny.passes(tiny.load("llama"), RAGGED.inputs(), [24, 3, 1])
-        assert run._cache is not None
         for store in run._cache.layers:
-            assert isinstance(store, CacheLayer)
             for row, n in enumerate((28, 18)):
                 expected = sorted({*range(sinks), *range(n - window + 1, n)})
                 assert store.slots[row][store.is_entry[row]].tolist() == expected
@@ -208,7 +205,6 @@ def test_h2o_keeps_its_budget_at_every_step_of_decoding(criterion: str) -> None:
         output = model.generate(**inputs, max_new_tokens=12, min_new_tokens=12, do_sample=False)
         assert output.shape[1] == 40
         assert run.pass_index == 12
-        assert run._cache is not None
         for store in run._cache.layers:
             assert store.lengths.tolist() == [9, 9]
             for row, n in enumerate((39, 29)):  # the last token was never fed back
@@ -251,7 +247,7 @@ def test_eviction_goes_with_halting_quantization_and_fusion() -> None:
 def test_the_null_of_evictions_is_chance_at_the_same_budget() -> None:
     modules = [HeavyHitter(heavy=3, recent=4)]
     run = tiny.forward(tiny.load("gpt2"), EVEN, modules, chunks=[20, 4])
-    kind, (chance,) = by_chance(modules, run.trace, seed=3)  # type: ignore[misc]
+    kind, (chance,) = by_chance(modules, run.trace, seed=3)
     assert kind == "random entries"
     null = tiny.forward(tiny.load("gpt2"), EVEN, [chance], chunks=[20, 4])
     assert null.run.kv_bytes == run.run.kv_bytes
@@ -266,7 +262,7 @@ def test_where_nothing_is_chosen_there_is_no_null() -> None:
         assert by_chance(modules, run.trace, seed=3) is None
     modules = [Halting(halted_share=0.5, rule="capacity", resume_layers=0), Int8Dynamic()]
     run = tiny.forward(tiny.load("gpt2"), EVEN, modules)
-    kind, (transform, replay) = by_chance(modules, run.trace, seed=3)  # type: ignore[misc]
+    kind, (transform, replay) = by_chance(modules, run.trace, seed=3)
     assert kind == "shuffle"
     assert transform is modules[1]
     assert isinstance(replay, Replay)
@@ -305,7 +301,7 @@ def test_torchao_is_asked_for_by_name_or_gives_the_same() -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            import torchao  # type: ignore[import-not-found]  # noqa: F401
+            import torchao  # noqa: F401
     except ImportError:
         with pytest.raises(ConfigError, match=r"needs torchao.*quicksilver\[peers\].*backend='torch'"):
             Int8Dynamic(backend="torchao")

@@ -29,13 +29,8 @@ from quicksilver.runs.jobs import FAILED, REFUSED
 from quicksilver.runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-ASKED_ABOUT = {
-    "isolated.halting",
-    "isolated.kv_skipping",
-    "isolated.quantization",
-    "cumulative.halting",
-    "cumulative.kv_skipping",
-}
+OF_ONE = {"isolated.halting", "isolated.kv_skipping", "isolated.quantization"}
+ASKED_ABOUT = {*OF_ONE, "cumulative.halting", "cumulative.kv_skipping"}
 
 
 @pytest.fixture(autouse=True)
@@ -461,9 +456,7 @@ def test_a_ledger_that_lacks_rows_does_not_replace_the_written_one(harness, monk
     monkeypatch.setattr("quicksilver.cli.commands.reproduce.recorded_of_all", lambda *of, **_: (found, {}))
     assert console.main(["claims", f"results_dir={harness.results}"]) == 1
     assert "the text is not at hand" in capsys.readouterr().err
-    assert sorted(path.name for path in harness.results.glob("claims*")) == [
-        f"claims-mine.{kind}" for kind in ("csv", "json", "md")
-    ]
+    assert sorted(p.name for p in harness.results.glob("claims*")) == [f"claims-mine.{kind}" for kind in ("csv", "json", "md")]
 
 
 def test_a_process_times_every_row_once_and_leaves_one_file(harness, monkeypatch):

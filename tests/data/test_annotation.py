@@ -133,7 +133,6 @@ def test_any_language_is_read_by_its_universal_tags(content: str, expected: list
     path = tmp_path / "xx-ud-test.conllu"
     path.write_text(content, encoding="utf-8")
     text = read_text(compose(["dataset=ud", f"dataset.files.test={path}"]).dataset)
-    assert text.annotation is not None
     assert classes(text.annotation).tolist() == expected
     forms = [text.text[start:end] for start, end in zip(text.annotation.start, text.annotation.end, strict=True)]
     assert "".join(dict.fromkeys(forms)) == text.text.replace(" ", "")  # "della" is two words and stands once

@@ -141,7 +141,6 @@ def test_the_module_halts_whom_the_trained_forward_masks():
         halted = ENCODER(given_states)
     torch.testing.assert_close(equivalent, halted, atol=2e-6, rtol=1e-5)
     left = run.trace.passes[0].active(LAYERS - 1)
-    assert mask.current is not None
     assert torch.equal(mask.current.bool(), left)
     assert 0 < left.float().mean() < 1
     widest = int(run.trace.passes[0].active(2).sum(1).max())  # a gate reads the packed rows
@@ -187,7 +186,6 @@ def test_training_halts_what_the_task_does_not_need():
         loss.backward()
         optimiser.step()
         control.update(mask)
-    assert mask.current is not None
     left = mask.current[0].detach() > 0.5
     assert left[needed].float().mean() >= 0.75
     assert left[~needed].float().mean() <= 0.5
@@ -239,7 +237,6 @@ def test_gates_that_read_the_place_halt_as_in_training_and_each_row_by_its_own_l
         learnt.prompt_tokens = len(ids)
         with torch.no_grad(), equivalent_forward(model, learnt.gate) as mask:
             model(torch.tensor([ids]), use_cache=False)
-        assert mask.current is not None
         assert torch.equal(mask.current[0].bool(), decided["halt_layer"] == LAYERS - 1)
 
 

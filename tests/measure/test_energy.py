@@ -33,7 +33,7 @@ class Machine:
     def energy(self, rounds: int, tokens: int, **works: tuple[float, float]) -> tuple[dict[str, TokenEnergy], dict[str, Any]]:
         """Of works by name, each so many seconds long and of so many watts."""
         calls = {name: partial(self.spend, name, *work) for name, work in works.items()}
-        return energy(calls, tokens, self, window_s=1.0, rounds=rounds)  # type: ignore[arg-type]
+        return energy(calls, tokens, self, window_s=1.0, rounds=rounds)
 
     def start(self) -> None:
         self.began_j = self.joules

@@ -30,10 +30,8 @@ def test_greedy_continuations_are_those_of_generate(modules):
     with apply(model, modules):
         ours = continued(model, PROMPTS, 9)
     with apply(model, modules):
-        written = model.generate(
-            PROMPTS, attention_mask=torch.ones_like(PROMPTS), max_new_tokens=9, do_sample=False, eos_token_id=-1
-        )
-    assert ours == written[:, PROMPTS.shape[1] :].tolist()
+        ids = model.generate(PROMPTS, attention_mask=torch.ones_like(PROMPTS), max_new_tokens=9, do_sample=False, eos_token_id=-1)
+    assert ours == ids[:, PROMPTS.shape[1] :].tolist()
 
 
 @torch.no_grad()
@@ -110,7 +108,6 @@ def test_modules_that_change_nothing_change_no_text(world):
     record = ensure([compose([*world, "modules=[random_halting]", "modules.random_halting.rate=0"])])[0]
     found = record.measured("generation", GenerationResult)
     for one in (found.greedy, found.sampled):
-        assert one is not None
         assert (one.identical, one.agreement, one.edit_distance, one.same_tokens) == (3, 1, 0, 8)
         assert one.nats == one.dense_nats
 

@@ -22,7 +22,7 @@ class Windows:
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_every_layer_is_read_as_counting_by_hand_gives(family: str) -> None:
     model = tiny.load(family)
-    found = Lenses(windows=8).run(Bench(model, Windows(), Protocol("all", 14)))  # type: ignore[arg-type]
+    found = Lenses(windows=8).run(Bench(model, Windows(), Protocol("all", 14)))
     assert [one.layer for one in found.readings] == list(range(1, tiny.LAYERS))
     assert {one.lens for one in found.readings} == {LOGIT_LENS}
     assert "none with this model" in str(found.no_tuned_because)
@@ -49,7 +49,7 @@ def test_every_layer_is_read_as_counting_by_hand_gives(family: str) -> None:
         r = np.corrcoef(entropy.flatten(), lost.flatten())[0, 1]
         assert rounded[bits].correlation == pytest.approx(r, abs=1e-3)
     assert rounded[8].error_l2 < rounded[BY_ENTROPY].error_l2 < rounded[2].error_l2
-    assert not Lenses(windows=8, rounding=False).run(Bench(model, Windows(), Protocol("all", 14))).roundings  # type: ignore[arg-type]
+    assert not Lenses(windows=8, rounding=False).run(Bench(model, Windows(), Protocol("all", 14))).roundings
 
 
 def test_a_correlation_of_something_with_itself_is_one_and_of_a_constant_none() -> None:
@@ -119,7 +119,7 @@ def test_every_inequality_is_tested_at_every_depth():
 
     model = tiny.load("gpt2")
     bench = SimpleNamespace(model=model, windows=SimpleNamespace(ids=ROW.repeat(2, 1)), progress=lambda share: None)
-    found = Bounds(windows=2, tokens=12, followed=3, iterations=2, depths=[0.4, 0.6]).run(bench)  # type: ignore[arg-type]
+    found = Bounds(windows=2, tokens=12, followed=3, iterations=2, depths=[0.4, 0.6]).run(bench)
     assert len(found.gains) == tiny.LAYERS
     assert all(gain > 0 for gain in found.gains)
     assert {(one.inequality, one.constants) for one in found.held} == {(n, c) for n in INEQUALITIES for c in ("measured", "one")}

@@ -56,7 +56,6 @@ class LongestLayer(Measurement):
             raise ConfigError(f"first={self.first} is out of range: at least 0.")
 
     def run(self, bench: Bench) -> Longest:
-        assert bench.trace is not None
         counts = bench.trace.active_counts().tolist()[self.first :]
         bench.frame = bench.frame.assign(longest=max(counts))
         bench.files["note.txt"] = lambda path: path.write_text("written by a measurement")

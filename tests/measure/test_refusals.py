@@ -54,7 +54,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: serve(tiny.load("gpt2"), IDS[:1], 1), "new_tokens=1"),
     (lambda: Protocol("prefix"), "'prefix' is not one of all, continuation"),
     (lambda: Protocol(window_tokens=1), "window_tokens=1"),
-    (lambda: Protocol(window_tokens=512.0), r"window_tokens=512\.0"),  # type: ignore[arg-type]
+    (lambda: Protocol(window_tokens=512.0), r"window_tokens=512\.0"),
     (lambda: Protocol(batch_size=0), "batch_size=0"),
     (lambda: Protocol("continuation", window_tokens=64, prompt_tokens=64), "prompt_tokens=64.*window_tokens=64"),
     (lambda: scored(IDS, 9), r"\(2, 8\).*window_tokens=9"),

@@ -79,7 +79,7 @@ def test_an_exception_leaves_the_garbage_collector_as_it_was() -> None:
 
 
 def some_times(**around: float) -> Alternation:
-    return Alternation({"a": LatencySamples([1.0, 1.0, 1.0])}, **around)  # type: ignore[arg-type]
+    return Alternation({"a": LatencySamples([1.0, 1.0, 1.0])}, **around)
 
 
 def test_another_load_and_a_clock_that_jumps_are_said() -> None:

@@ -55,7 +55,7 @@ class Attended(TokenPolicy):
     """Notes the attention of the tokens that halt, by layer."""
 
     priority = 60
-    causal = False  # type: ignore[assignment]
+    causal = False
 
     def __init__(self) -> None:
         self.noted: dict[int, list[float]] = {}

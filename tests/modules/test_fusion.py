@@ -195,7 +195,6 @@ def test_the_null_is_as_many_random_neighbours() -> None:
     assert not torch.equal(merged(states[1]), merged(states[2]))
     assert not torch.equal(merged(states[0]), merged(states[1]))
     null = TokenFusion(**options).null(1)
-    assert null is not None
     assert torch.equal(merged(fuse(null, Pass([100, 80], ids=ids))[0]), merged(states[2]))
     assert TokenFusion(tau_fuse=1.0).null(1) is None  # its budget is the run's: `shuffled`
     rate = TokenFusion(criterion="random", tau_fuse=0.25, start=0.5, protect_first=0)
@@ -208,12 +207,9 @@ def test_the_least_attended_pairs_fuse_and_never_the_observers(lengths: list[int
     """A pair is attended as its more attended token; its null spares the observers, too."""
     one = Pass(lengths, extra=extra, ids=torch.arange(max(lengths) + extra).expand(len(lengths), -1))
     attention = torch.rand(one.shape, generator=torch.Generator().manual_seed(sum(lengths)))
-    fusion = TokenFusion(
-        rule="capacity", criterion="attention", attention_queries=queries, start=0.5, fused_share=0.3, protect_first=0
-    )
+    fusion = fusing(rule="capacity", criterion="attention", attention_queries=queries, fused_share=0.3, protect_last=1)
     state, _ = fuse(fusion, one, attention=attention)
     null = fusion.null(0)
-    assert null is not None
     by_chance, _ = fuse(null, Pass(lengths, extra=extra, ids=one.ids))
     assert torch.equal(merged(state).sum(1), merged(by_chance).sum(1))
     for row, n in enumerate(lengths):
@@ -319,10 +315,10 @@ def test_merged_entries_are_means_by_size_in_both_caches(seed: int, n: int) -> N
     for layer in (ragged, masked):
         layer.advance(n, torch.full((2, 1), n))
         layer.merge(into)
-        k, v = layer.padded()  # type: ignore[misc]
+        k, v = layer.padded()
         for row in range(2):
             kept = layer.is_entry[row].nonzero().flatten().tolist()
-            assert layer.slots[row, kept].tolist() == into[row].unique().tolist()  # type: ignore[index]
+            assert layer.slots[row, kept].tolist() == into[row].unique().tolist()
             for column, slot in zip(kept, into[row].unique().tolist(), strict=True):
                 parts = into[row] == slot
                 share = entries["size"][row, parts] / entries["size"][row, parts].sum()
@@ -444,6 +440,6 @@ def test_who_reads_the_fused_states_beats_the_model() -> None:
 
 def test_it_acts_from_its_start_on() -> None:
     for options, layers in (({}, [11]), ({"every": 6}, [11, 17, 23]), ({"start": 0.9, "every": 1}, [26, 27, 28])):
-        fusion = TokenFusion(rule="capacity", **options)  # type: ignore[arg-type]
+        fusion = TokenFusion(rule="capacity", **options)
         fusion.bind(architecture(30))
         assert [layer for layer in range(30) if fusion.acts_at(layer)] == layers  # 0.4 of 30: after the twelfth (G.3)

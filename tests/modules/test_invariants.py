@@ -286,7 +286,7 @@ def test_compact_generates_what_masked_generates_in_left_padded_batches(name: st
     model, written = model_for(name, "gpt2"), []
     for execution in ("compact", "masked"):
         torch.manual_seed(1)
-        with apply(model, [MODULES[name]()], execution=execution) as run:  # type: ignore[arg-type]
+        with apply(model, [MODULES[name]()], execution=execution) as run:
             written.append(model.generate(RAGGED.ids, attention_mask=RAGGED.mask, max_new_tokens=6, min_new_tokens=6, **HOW[how]))
         assert execution == "masked" or run.kv_bytes.billed == run.kv_bytes.resident > 0
     assert torch.equal(*written)

@@ -196,7 +196,7 @@ def test_narrow_dtypes_decide_alike_and_stay_near(name: str, dtype: torch.dtype)
     """A value may fall to the neighbouring code in one execution: that moves a logit a little, not the decisions."""
     model = copy.deepcopy(tiny.load(name)).to(dtype)
     for execution in ("simulate", "int8"):
-        quantization = AdaptiveQuantization(widths=(4, 8), mix=(0.5, 0.5), execution=execution)  # type: ignore[arg-type]
+        quantization = AdaptiveQuantization(widths=(4, 8), mix=(0.5, 0.5), execution=execution)
         runs = [tiny.forward(model, BATCH, [quantization, Hashed(0.2, 0.2)], execution=e) for e in ("compact", "masked")]
         assert all(map(torch.equal, *(bits_of(BATCH, run.trace) for run in runs)))
         compact, masked = (torch.cat(BATCH.real(run.logits)).float() for run in runs)

@@ -183,7 +183,7 @@ def test_the_message_names_option_value_and_remedy(options: dict[str, Any], said
 
 
 def test_sequences_become_tuples_and_none_is_let_through_where_it_may_stand() -> None:
-    made = Example(window=[0, 1], ids=[3, 4], count=None, mask=torch.ones(3, dtype=torch.bool))  # type: ignore[arg-type]
+    made = Example(window=[0, 1], ids=[3, 4], count=None, mask=torch.ones(3, dtype=torch.bool))
     assert (made.window, made.ids, made.count) == ((0.0, 1.0), (3, 4), None)
 
 
@@ -337,7 +337,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: Replay(Trace(5)).bind(architecture()), "5 layers and this one has 10.*model it was made with"),
     (lambda: Replay(Trace(5), first_pass=-1), "first_pass=-1"),
     (lambda: shuffled(Trace(3), 0, protect_first=-1), "protect_first=-1"),
-    (lambda: shuffled(Trace(3), 0, protect_last=0.5), "protect_last=0.5"),  # type: ignore[arg-type]
+    (lambda: shuffled(Trace(3), 0, protect_last=0.5), "protect_last=0.5"),
     (lambda: TrainedGates((0,), torch.tensor([[float("nan")]]), torch.zeros(1), 3), "not finite"),
     (lambda: TrainedGates((0, 1), torch.zeros(2, 4), torch.zeros(2), 3, place=torch.zeros(2, 1)),
      r"place of a set of gates has shape \(2, 1\) where \(2, 2\) is needed"),

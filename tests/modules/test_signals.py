@@ -82,7 +82,7 @@ class Third(Signal):
     name: ClassVar[str] = "third-of-slot"
 
     def score(self, view: object, tokens: object, where: torch.Tensor) -> torch.Tensor:
-        return self.weight * view.slots.float() / 3  # type: ignore[attr-defined]
+        return self.weight * view.slots.float() / 3
 
 
 def test_signals_are_found_by_name_wherever_they_are_written() -> None:

@@ -154,12 +154,10 @@ def test_what_the_search_counts_is_what_a_run_executes(name: str) -> None:
 def test_just_enough_drops_one_token_fewer_than_would_not_do() -> None:
     arch = architecture_of(tiny.load("gpt2"))
     found = smallest_schedule(arch, 3, 4, 0.35, 64, tile=1)
-    assert found is not None
     assert saved_pct(arch, found, 64) >= 35
     fewer = Schedule(found.drop_before, found.drop_share - 1 / 64, 3, 4, 4)
     assert saved_pct(arch, fewer, 64) < 35
     in_tiles = smallest_schedule(arch, 3, 4, 0.35, 64, tile=16)
-    assert in_tiles is not None
     assert in_tiles.dropped(64) == 16 * -(-found.dropped(64) // 16)  # up to the next whole tile
     assert smallest_schedule(arch, 3, 4, 0.99, 64) is None
     assert smallest_schedule(arch, 1, 4, 0.1, 64) is None

@@ -202,7 +202,6 @@ def test_a_trace_that_is_drawn_is_kept_packed_and_reads_as_before(made) -> None:
         commit_records(store, {record.fingerprint: {TRACE}})
         kept = load_record(store.root / KEPT / record.fingerprint)
         check_files(kept)
-        assert kept.trace_path is not None
         assert kept.trace_path.name == PACKED_TRACE
         assert kept.trace_path.stat().st_size < 0.5 * size
         assert TRACE not in kept.content["left_out"]
@@ -316,10 +315,8 @@ def test_a_clone_finds_kept_records_of_texts_that_it_does_not_have(made, tmp_pat
     shutil.copytree(store.root / KEPT, clone / KEPT)
     (clone / INDEX).write_text(json.dumps(index))
     found = RecordIndex(clone).get(asked)
-    assert found is not None
     assert found.record.fingerprint == record.fingerprint
     lacking = RecordIndex(clone).get(["dataset=forgotten"])
-    assert lacking is not None
     assert lacking.record is None  # known not to be here: nothing is composed to find that out
     assert RecordIndex(clone, "own").get(asked) is None
     monkeypatch.setenv("QUICKSILVER_DATA", str(tmp_path))

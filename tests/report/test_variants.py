@@ -61,7 +61,7 @@ def test_git_keeps_what_is_read_of_a_variant_and_nothing_that_is_a_users() -> No
 
 def job(fingerprint: str | None = None, **more: object) -> Job:
     record = None if fingerprint is None else SimpleNamespace(fingerprint=fingerprint)
-    return Job("continuation halting", (), record=record, **more)  # type: ignore[arg-type]
+    return Job("continuation halting", (), record=record, **more)
 
 
 @pytest.mark.parametrize(("jobs", "said"), [

@@ -49,7 +49,7 @@ def measured(world: list[str], monkeypatch: pytest.MonkeyPatch, *overrides: str)
     config = compose([*world, *COST, *overrides])
     measurements = build_measurements(config.measure)
     if "energy" in measurements:
-        measurements["energy"].window_s = 0.02  # type: ignore[attr-defined]
+        measurements["energy"].window_s = 0.02
     context = RunContext()
     bench = Bench(
         context.model(config).model, context.windows(config, "test"), Protocol(**dataclasses.asdict(config.protocol)),

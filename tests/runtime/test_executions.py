@@ -81,13 +81,11 @@ def test_halting_by_hand(name: str, missing_kv: str, execution: str, row: tuple[
     slots = torch.arange(n)[None]
     halt_layer = policy.expected_halt_layer(slots, batch.ids, arch.n_layers)
     call: dict[str, Any] = {}
-    handle = arch.layers[0].register_forward_pre_hook(
-        lambda _, args, kwargs: call.update(kwargs, hidden=args[0]), with_kwargs=True
-    )
+    hook = arch.layers[0].register_forward_pre_hook(lambda _, args, kwargs: call.update(kwargs, hidden=args[0]), with_kwargs=True)
     try:
         model(**batch.inputs(), use_cache=False)
     finally:
-        handle.remove()
+        hook.remove()
     rest = {k: v for k, v in call.items() if k in ("position_embeddings", "position_ids")}
     hidden = call["hidden"]
     for layer, module in enumerate(arch.layers):
@@ -110,7 +108,7 @@ def test_several_modules_are_asked_in_order_of_priority_and_see_what_came_before
 
     class Noting(TokenPolicy):
         def __init__(self, priority: int) -> None:
-            self.priority = priority  # type: ignore[misc]
+            self.priority = priority
 
         def decide(self, view: LayerView, tokens: TokenState) -> None:
             asked.append((view.layer, self.priority, int(tokens.newly_halted.sum())))

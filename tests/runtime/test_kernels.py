@@ -114,7 +114,7 @@ def test_weights_are_prepared_once_for_all_numbers_of_rows() -> None:
     prepared: list[tuple[str, int]] = []
     for name, fake in each.items():
         prepare = fake.prepare
-        fake.prepare = lambda linear, name=name, prepare=prepare: prepared.append((name, id(linear))) or prepare(linear)  # type: ignore[method-assign]
+        fake.prepare = lambda linear, name=name, prepare=prepare: prepared.append((name, id(linear))) or prepare(linear)
     linears = [nn.Linear(8, 8) for _ in range(10)]
     choose(linears, kernels=each, clock=clock)
     # One layer for many rows, and eight that one row goes round, so that weights come from memory.
@@ -364,7 +364,7 @@ def test_a_peak_of_memory_is_sampled_without_proc(monkeypatch):
 
 # -- linear layers by the kernels that were chosen for them -------------------------------------------------------------------------
 def choices(model: object, name: str, rows: int) -> Choices:
-    with apply(model, []) as run:  # type: ignore[arg-type]
+    with apply(model, []) as run:
         kinds = {str(Kind.of(weight_of(linear), rows)) for linear in linears_of(run.arch.layers)}
     return Choices(dict.fromkeys(kinds, name), {})
 

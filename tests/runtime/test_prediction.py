@@ -108,7 +108,7 @@ def test_its_work_is_in_the_ledgers() -> None:
         translator = Constant(arch) if mode == "predict" else None
 
         class Copies(EverySecond):
-            copies_kv = True  # type: ignore[assignment]
+            copies_kv = True
 
         with apply(model, [Copies(translator, missing_kv=mode)]) as run:
             model(**BATCH.inputs(), use_cache=False)

@@ -59,6 +59,5 @@ def test_a_price_is_kl_for_a_point_of_time(tmp_path: Path, kl: float, faster: fl
     else:
         assert float(priced.removesuffix(" for each point of time.")) == pytest.approx(price, abs=0.01)
     change = composition.kl_change(there["add.skipping"], there["preset"])
-    assert change is not None
     assert change.low < change.value < change.high
     assert change.value == pytest.approx(kl - 0.020, abs=1e-3)

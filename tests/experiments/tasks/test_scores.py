@@ -52,7 +52,6 @@ def test_a_task_at_chance_has_nothing_to_lose(tmp_path: Path) -> None:
     of = scores.loss_of(row.key)
     run = record(tmp_path, "run", wrong(*range(30)))
     found = of({row.key: Outcome(row, run, good)})
-    assert found is not None
     assert found.value == pytest.approx(5)
     assert of({row.key: Outcome(row)}) is None
     with pytest.raises(ConfigError, match=r"accuracy 52\.0 on 200 examples is not above chance"):

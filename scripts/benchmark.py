@@ -552,10 +552,7 @@ def length_point(tokens: int, o: Options) -> list[Row]:
 
 def lengths(o: Options) -> Figure:
     """Time to the first token and per further token over dense inference's, against the length of one prompt."""
-    return draw_lengths(pd.DataFrame(row for tokens in o.sequence for row in length_point(tokens, o)), o)
-
-
-def draw_lengths(frame: pd.DataFrame, o: Options) -> Figure:
+    frame = pd.DataFrame(row for tokens in o.sequence for row in length_point(tokens, o))
     titles = {"first token": "to the first token", "further token": "per further token"}
     with style():
         drawing, axes = panels(1, 2, size=(7.6, 3.3))

@@ -11,6 +11,7 @@ little less than the constant. The same with L_j = 1, layers that stretch nothin
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -133,20 +134,15 @@ class Bounds(Measurement):
             window = _Window(model, arch, ids, self.followed)
             gains = torch.maximum(gains, torch.stack([window.gain(layer, self.iterations) for layer in range(arch.n_layers)]))
             every.append(window)
-        return BoundsResult([float(gain) for gain in gains], _held(every, gains, layers))
-
-
-def _held(windows: list[_Window], gains: torch.Tensor, layers: list[int]) -> list[Held]:
-    """`layers`: from 0, the one after which a token halts or is fused."""
-    found: list[Held] = []
-    for layer in layers:
-        for name, sides in (("halting", _Window.halting), ("fusion", _Window.fusion), ("fusion, end", _Window.fusion_to_the_end)):
-            each = [sides(window, layer) for window in windows]
+        held: list[Held] = []
+        bounded = zip(INEQUALITIES, (_Window.halting, _Window.fusion, _Window.fusion_to_the_end), strict=True)
+        for layer, (name, sides) in itertools.product(layers, bounded):
+            pairs = [sides(window, layer) for window in every]
             # After layer ℓ come the layers from ℓ + 1; the fused pair enters the next one.
             factors = gains[layer + 1 : layer + 2] if name == "fusion" else gains[layer + 1 :]
             for constants, factor in zip(CONSTANTS, (float(factors.sum()), float(len(factors))), strict=True):
-                found.append(_one(name, constants, layer, each, factor))
-    return found
+                held.append(_one(name, constants, layer, pairs, factor))
+        return BoundsResult([float(gain) for gain in gains], held)
 
 
 def _one(name: str, constants: str, layer: int, each: list[Sides], factor: float) -> Held:

@@ -63,11 +63,6 @@ def _reset_high_water_mark() -> bool:
     return True
 
 
-def _high_water_mark_bytes() -> int:
-    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
-
-
 def _peak_by_sampling(fn: Callable[[], object], resident: Callable[[], int]) -> int:
     found, done = [resident()], threading.Event()
 
@@ -108,7 +103,8 @@ def peak_memory(fn: Callable[[], object], device: str | torch.device = "cpu") ->
     before_bytes, kernel = resident(), _reset_high_water_mark()
     if kernel:
         fn()
-        process_bytes = _high_water_mark_bytes()
+        mark = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+        process_bytes = int(mark.split()[1]) * 1024
     else:
         process_bytes = _peak_by_sampling(fn, resident)
     device_bytes = None

@@ -393,13 +393,17 @@ class WordSignals(OfWords):
     recorded_as = "quicksilver.measure.word_signals.WordSignals"
 
     def run(self, bench: Bench) -> WordSignalsResult:
+        from safetensors.torch import save_file
+
         from quicksilver.measure.inside import observed
         from quicksilver.modules.checks import layer_after
 
         windows, width = min(self.windows or len(bench.windows.ids), len(bench.windows.ids)), decided_tokens(bench)
         tokens, counted = token_frame(bench, windows)
         seen = observed(bench, windows, width, _signals, attention=True)
-        bench.files[SIGNALS_OF_WORDS] = lambda path: _save(seen, path)
+        # Half precision: three digits of each, and small enough to be kept with the repository.
+        halves = {name: value.half().contiguous() for name, value in seen.items()}
+        bench.files[SIGNALS_OF_WORDS] = lambda path: save_file(halves, str(path))
         at = (slice(None), tokens["window"].to_numpy(), tokens["slot"].to_numpy())
         entropy, drift, received = (
             seen[name].numpy()[at].astype(float) for name in ("entropy_nats", "drift_relative", "attention_received")
@@ -436,13 +440,6 @@ def _signals(view: LayerView, tokens: TokenState) -> dict[str, torch.Tensor]:
         "entropy_nats": view.logit_entropy_nats(everyone).view(everyone.shape),
         "attention_received": AttentionReceived(last_queries=None).score(view, tokens, everyone),
     }
-
-
-def _save(arrays: dict[str, torch.Tensor], path: object) -> None:
-    from safetensors.torch import save_file
-
-    # Half precision: three digits of each, and small enough to be kept with the repository.
-    save_file({name: value.half().contiguous() for name, value in arrays.items()}, str(path))
 
 
 # --- are fused neighbours constituents? -------------------------------------------------------------------------------------------

@@ -145,11 +145,14 @@ def train(
     parts: list[Any] = [model, *optimisers, *([] if gates is None else [gates])]
     first, curve, processor_s = _resumed(kept.load(), parts, control)
     started = time.process_time() - processor_s
-    weights = torch.where(data.in_box, recipe.box_weight, 1.0)
+    weights, per_pass = torch.where(data.in_box, recipe.box_weight, 1.0), max(1, len(data) // recipe.batch_size)
     entry: dict[str, float] = {}
 
     def loss_of(step: int) -> torch.Tensor:
-        chosen = _order(len(data), recipe, step)
+        # A pass over all scenes in an order of its own, then the next.
+        generator = torch.Generator().manual_seed(recipe.seed * 7919 + step // per_pass)
+        place = step % per_pass * recipe.batch_size
+        chosen = torch.randperm(len(data), generator=generator)[place : place + recipe.batch_size]
         batch = data.take(chosen)
         entry.clear()
         with _halting(model, gates, [] if policy is None else policy(step)) as mask:
@@ -257,14 +260,6 @@ def _optimisers(model: PillarDetector, gates: HaltingGates | None, base_rate: fl
         torch.optim.Muon([hidden], lr=1.0, weight_decay=0.0, adjust_lr_fn="original"),
         torch.optim.AdamW(rest, lr=1.0, weight_decay=0.0, betas=(0.9, 0.98)),
     ]
-
-
-def _order(n: int, recipe: Recipe, step: int) -> torch.Tensor:
-    """Which scenes `step` takes: a pass over all of them in an order of its own, then the next."""
-    per_pass = max(1, n // recipe.batch_size)
-    generator = torch.Generator().manual_seed(recipe.seed * 7919 + step // per_pass)
-    place = step % per_pass * recipe.batch_size
-    return torch.randperm(n, generator=generator)[place : place + recipe.batch_size]
 
 
 def trained(path: Path, shape: Shape) -> Trained:

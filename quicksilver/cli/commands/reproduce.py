@@ -234,7 +234,10 @@ class Claims(Command):
         failed = [job for jobs, _ in found.values() for job in jobs if job.error is not None]
         sources = [Source(one, outcomes, make_command(one, self.overrides)) for one, (_, outcomes) in found.items()]
         name = name_of(CLAIMS, base, self.overrides)
-        whole = all(all_kept(source.outcomes, store) for source in sources) and not (failed or troubles or _lacks(store, name))
+        path = store.root / f"{name}.json"
+        # A written ledger that names records which are not here, too large to be kept, says more than what can be said now.
+        lacks = path.is_file() and any(store.get(fingerprint) is None for fingerprint in read(path).records)
+        whole = all(all_kept(source.outcomes, store) for source in sources) and not (failed or troubles or lacks)
         table = ledger(sources, name if whole else f"{name}{LOCAL_SUFFIX}", _others(store) if name == CLAIMS else {})
         print(table.text(width()))
         print("Written: " + ", ".join(map(str, table.write(store.root, "md", "csv", "json"))))
@@ -250,12 +253,6 @@ def _others(store: Store) -> dict[str, pd.DataFrame]:
 
     paths = {one.title: store.root / f"{CLAIMS}-{one.name}.json" for one in VARIANTS}
     return {title: pd.DataFrame(read(path).entries) for title, path in paths.items() if path.is_file()}
-
-
-def _lacks(store: Store, name: str) -> bool:
-    """Whether the written ledger names records that are not here, too large to be kept: it says more than what can be said now."""
-    path = store.root / f"{name}.json"
-    return path.is_file() and any(store.get(fingerprint) is None for fingerprint in read(path).records)
 
 
 def jobs_of_all(

@@ -117,9 +117,7 @@ def refuse_link(path: Path) -> None:
     """Raises ConfigError where `path` is a link."""
     if path.is_symlink():
         where = f"{path} is a link to {os.readlink(path)}"
-        raise ConfigError(
-            f"{where}: nothing is written or removed through it. Move the link away and run the same command again."
-        )
+        raise ConfigError(f"{where}: nothing is written or removed through it. Move the link away and repeat the command.")
 
 
 # --- a folder that a command fills ------------------------------------------------------------------------------------------------

@@ -552,15 +552,20 @@ def length_point(tokens: int, o: Options) -> list[Row]:
 
 def lengths(o: Options) -> Figure:
     """Time to the first token and per further token over dense inference's, against the length of one prompt."""
-    frame = pd.DataFrame(row for tokens in o.sequence for row in length_point(tokens, o))
+    return draw_lengths(pd.DataFrame(row for tokens in o.sequence for row in length_point(tokens, o)), o)
+
+
+def draw_lengths(frame: pd.DataFrame, o: Options) -> Figure:
     titles = {"first token": "to the first token", "further token": "per further token"}
     with style():
         drawing, axes = panels(1, 2, size=(7.6, 3.3))
         for plot, (what, title) in zip(axes.flat, titles.items(), strict=True):
             for way, colour, marker in zip(("predicted", "truncated"), PALETTE, MARKERS, strict=False):
                 mine = frame[(frame["what"] == what) & (frame["way"] == way)]
-                ends = (mine["time_of_dense"] - mine["low"], mine["high"] - mine["time_of_dense"])
-                plot.errorbar(mine["tokens"], mine["time_of_dense"], yerr=ends, label=way, color=colour, marker=marker, capsize=2)
+                around = (mine["time_of_dense"] - mine["low"], mine["high"] - mine["time_of_dense"])
+                plot.errorbar(
+                    mine["tokens"], mine["time_of_dense"], yerr=around, label=way, color=colour, marker=marker, capsize=2
+                )
             if what == "first token":
                 plot.plot(mine["tokens"], mine["flops_of_dense"], "", color="0.4", label="operations, both")
             plot.axhline(1, color="0.6", linewidth=0.8)
@@ -630,14 +635,16 @@ def lm_part(part: str, hflm: Any, ours: Any, o: Options) -> Row:
     """Our time over HFLM's, in turns with HFLM's over its own: median and quartiles over rounds."""
     of = requests(part, o.contexts, o.words)
 
-    def ask(model: Any) -> Call:
+    def asked(model: Any) -> Call:
         return lambda: getattr(model, LM_CALLS.get(part, "loglikelihood"))(of, disable_tqdm=True)
 
     began = time.perf_counter()
-    difference = apart(part, ask(ours)(), ask(hflm)())  # and nothing is cold after it
+    difference = apart(part, asked(ours)(), asked(hflm)())  # and nothing is cold after it
     round_s = 1.5 * (time.perf_counter() - began)
     rounds = min(max(LEAST_ROUNDS, int(o.seconds / len(o.parts) / round_s)), MOST_ROUNDS)
-    times = shared.timed({"hflm": (ask(hflm),), "quicksilver": (ask(ours),)}, Options(warmup=0, repeats=rounds, clock=o.clock))
+    times = shared.timed(
+        {"hflm": (asked(hflm),), "quicksilver": (asked(ours),)}, Options(warmup=0, repeats=rounds, clock=o.clock)
+    )
     place = {"section": part, "rounds": rounds, "largest difference": difference}
     return findings(place, times, {}, [Asked("quicksilver", "time over HFLM's", shared.TIME, ("at most", 1.05))])[0]
 

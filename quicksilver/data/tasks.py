@@ -139,9 +139,7 @@ def _gold(task: TaskConfig, row: Mapping[str, Any], number: int) -> float:
     value = row[task.label]
     spelled = str(value).strip().lower()
     if spelled in ("", "-1", "none"):
-        raise ConfigError(
-            f"row {number} has the label {value!r}: this split has no labels (GLUE keeps those of its test splits)."
-        )
+        raise ConfigError(f"row {number} has the label {value!r}: this split has no labels (GLUE keeps those of test splits).")
     if REGRESSION in task.metrics:
         try:
             return float(spelled)
@@ -175,9 +173,7 @@ def _check(name: str, task: TaskConfig) -> None:
         raise ConfigError(f"{problem} are {', '.join(METRICS)}.")
     for split in (task.train, task.validation):
         if split.end_row is not None and split.end_row <= split.first_row:
-            raise ConfigError(
-                f"dataset.task: rows {split.first_row} to {split.end_row} are none: give an end_row above first_row."
-            )
+            raise ConfigError(f"dataset.task: rows {split.first_row} to {split.end_row} are none: give end_row above first_row.")
 
 
 def _shots(config: DatasetConfig, task: TaskConfig, root: Path | None, cache: Path | None) -> str:

@@ -53,9 +53,7 @@ def read_text(config: DatasetConfig, part: Part = "test", *, root: Path | None =
     """
     if config.reader == "pydoc":
         if config.files.test or config.files.calibration or config.hub.id:
-            raise ConfigError(
-                "dataset.files and dataset.hub have no effect on python-docs, which CPython carries: use dataset=file."
-            )
+            raise ConfigError("dataset.files and dataset.hub have no effect on python-docs, CPython's own: use dataset=file.")
         return Text(python_docs(part), "pydoc_data.topics")
     if config.reader == "python-source":
         try:
@@ -113,9 +111,7 @@ def _read_file(config: DatasetConfig, part: Part, path: Path) -> str:
     try:
         text = read_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{where} is not UTF-8 text (byte {error.start}: {error.reason}). Convert it, or give a text file."
-        ) from error
+        raise ConfigError(f"{where} is not UTF-8 text (byte {error.start}: {error.reason}). Convert it or give text.") from error
     except OSError as error:
         raise ConfigError(f"{where} cannot be read: {error.strerror}.") from error
     if "\0" in text:

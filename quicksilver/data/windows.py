@@ -47,7 +47,7 @@ def token_byte_lengths(tokenizer: Any) -> torch.Tensor:
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not isinstance(backend, tokenizers.Tokenizer):
         raise ConfigError(
-            f"{type(tokenizer).__name__} has no `tokenizers` backend to read byte lengths from: load the fast tokenizer."
+            f"{type(tokenizer).__name__} has no `tokenizers` backend to read lengths from: load the fast tokenizer."
         )
     description = json.loads(backend.to_str())
     decoders = {part["type"] for part in _parts(description["decoder"])}

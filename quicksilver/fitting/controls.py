@@ -193,9 +193,7 @@ class OracleExit(TokenPolicy, Fitted):
         wanted = {layer: share_that_saves(arch, layer, self.save, windows.shape[1]) for layer in candidates}
         shares = {layer: share for layer, share in wanted.items() if share is not None}
         if not shares:
-            raise ConfigError(
-                f"save={self.save:g}: not even all tokens leaving before layer {candidates[0]} save so much: ask less."
-            )
+            raise ConfigError(f"save={self.save:g}: not even all tokens leaving before layer {candidates[0]} do so: ask less.")
         heads = {layer: torch.zeros(1 + arch.width, arch.width) for layer in shares}
         if self.head == "fitted":
             heads = _exit_heads(arch, windows, list(shares), batch_size, self.protect_first)

@@ -188,7 +188,7 @@ def distill(
     """
     if steps < 1 or ids.shape[1] <= prompt_tokens + 1:
         raise ConfigError(
-            f"steps={steps}, windows of {ids.shape[1]} tokens: give steps and windows longer than {prompt_tokens + 1}."
+            f"steps={steps}, windows of {ids.shape[1]} tokens: give steps, windows longer than {prompt_tokens + 1}."
         )
     wrong = [str(schedule) for schedule in schedules if schedule.predict_before != translator.source_layer]
     if wrong or not schedules:

@@ -114,9 +114,7 @@ def read_training(path: Path) -> dict[str, Any]:
         raise ConfigError(f"There is no checkpoint {path}: train it first, python scripts/train_halting.py.") from None
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(
-            f"{path} cannot be read ({reason}): remove it, and train again: python scripts/train_halting.py."
-        ) from error
+        raise ConfigError(f"{path} cannot be read ({reason}): remove it and train again: scripts/train_halting.py.") from error
 
 
 def _without_tensors(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:

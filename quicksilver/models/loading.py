@@ -45,9 +45,7 @@ def as_causal(name: str, classifier: Any) -> Any:
 
     config = classifier.config
     if not isinstance(getattr(classifier, "score", None), torch.nn.Linear):
-        raise ConfigError(
-            f"model={name} classifies sequences by another head than a decoder's `score`: take a checkpoint of a causal model."
-        )
+        raise ConfigError(f"model={name} classifies sequences by another head than a decoder's `score`: take a causal model.")
     if not getattr(config, "tie_word_embeddings", False):
         raise ConfigError(
             f"model={name} classifies sequences, and its head of words (not tied to the embedding) was left out of the checkpoint; every "

@@ -76,9 +76,7 @@ def cut(folder: Path, how: str = "tensor") -> dict[str, Any]:
 
     size = cut_among(how)
     if processes() % size:
-        raise ConfigError(
-            f"model.parallel={how}: {processes()} processes are no multiple of {size}: start torchrun with as many."
-        )
+        raise ConfigError(f"model.parallel={how}: {processes()} processes are no multiple of {size}: start as many.")
     if size > 1:
         check_plan(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False), size)
         return {"distributed_config": Replicas(tp_size=size, tp_plan="auto", dp_replicate_size=processes() // size)}

@@ -87,9 +87,7 @@ def _check_own(folder: Path) -> None:
             relative = path.relative_to(folder).as_posix()
             calibration = relative == f"{CALIBRATIONS}/{name}" and path.suffix == ".json" and not path.is_symlink()
             if path.is_symlink() or not (relative in own or calibration):
-                raise ConfigError(
-                    f"{path} is none of the repository's records, and {folder} is replaced as a whole: move it away."
-                )
+                raise ConfigError(f"{path} is none of the repository's records, and {folder} is replaced whole: move it away.")
 
 
 def _alike(item: tuple[str, tuple[Record, Any]]) -> tuple[str, ...]:

@@ -258,9 +258,7 @@ class Record:
 
         there = next((one for one in (name, name + PACKED) if one in self.files), None)
         if there is None:
-            raise ConfigError(
-                f"{self.path} has no {name}. Where the repository keeps the record without it: make the run with records=own."
-            )
+            raise ConfigError(f"{self.path} has no {name}. Where the repository lacks it: make the run with records=own.")
         content = self._checked(there).read_bytes()
         try:
             return dict(load(lzma.decompress(content) if there.endswith(PACKED) else content))
@@ -327,9 +325,7 @@ def load_record(folder: Path | str) -> Record:
         files = sorted((one.name, one.stat().st_size, one.stat().st_mtime_ns, one.stat().st_ino) for one in os.scandir(folder))
     except OSError:
         files = []  # what is wrong there, reading says
-    return _loaded(
-        folder, tuple(files), tuple(archive.state(folder.parent / name) for name in (archive.RECORDS, archive.WINDOWS))
-    )
+    return _loaded(folder, tuple(files), tuple(archive.state(folder.parent / one) for one in (archive.RECORDS, archive.WINDOWS)))
 
 
 @lru_cache(maxsize=2048)

@@ -187,7 +187,7 @@ def pairs_of(
     """
     if record.data.token_digest != baseline.data.token_digest or record.protocol != baseline.protocol:
         raise ConfigError(
-            f"{record.path} and {baseline.path} scored different text or under different protocols: their windows do not pair."
+            f"{record.path} and {baseline.path} scored different text, or by different protocols: they do not pair."
         )
     for one, needed in ((record, column), (baseline, baseline_column)):
         if needed not in one.windows:

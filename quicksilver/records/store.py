@@ -244,9 +244,7 @@ class Store:
                     f"The disk that holds {self.root.absolute()} is full. {kept} Free some space and run the same command again."
                 ) from error
             where, why = getattr(error, "filename", None) or self.root.absolute(), getattr(error, "strerror", None) or error
-            raise QuickSilverError(
-                f"{where} cannot be written: {why}. {kept} Choose another folder with results_dir=…"
-            ) from error
+            raise QuickSilverError(f"{where} cannot be written: {why}. {kept} Give another folder: results_dir=…") from error
 
 
 def _check_folder(root: Path) -> None:

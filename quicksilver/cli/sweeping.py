@@ -516,9 +516,7 @@ def _drawn(
             study.tell(trial, state=TrialState.FAIL)
             again += 1
             if again == _AGAIN:
-                say(
-                    f"{_AGAIN} draws in a row gave known runs: {done} of {config.trials} are made, and hardly another can be drawn."
-                )
+                say(f"{_AGAIN} draws in a row gave runs that are there: {done} of {config.trials} are made. Take other values.")
                 return
             continue
         again = 0

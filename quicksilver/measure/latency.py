@@ -293,8 +293,8 @@ class LatencyResult(Result):
 
 
 @dataclass
-class Latency(Measurement):
-    """Time one batch, alternated with the dense model.
+class InTurns(Measurement):
+    """Rounds in which the run and the dense model take turns.
 
     Args:
         warmup: untimed rounds.
@@ -306,6 +306,11 @@ class Latency(Measurement):
 
     share = 0.18
     timed = True
+
+
+@dataclass
+class Latency(InTurns):
+    """Time one batch."""
 
     def run(self, bench: Bench) -> LatencyResult:
         import torch
@@ -371,19 +376,10 @@ class DevicesResult(Result):
 
 
 @dataclass
-class Devices(Measurement):
-    """Time one batch in every process that torchrun started, run and dense in turns; all begin each pass together.
+class Devices(InTurns):
+    """Time one batch in every process that torchrun started; all begin each pass together."""
 
-    Args:
-        warmup: untimed rounds.
-        repeats: timed rounds, at least 3.
-    """
-
-    warmup: Count = 1
-    repeats: Annotated[int, at_least(MIN_REPEATS)] = 3
-
-    share = 0.18
-    timed = of_ranks = True
+    of_ranks = True
 
     def run(self, bench: Bench) -> DevicesResult:
         from torch import distributed

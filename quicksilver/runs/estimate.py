@@ -251,9 +251,7 @@ def check_time(configs: Sequence[RunConfig], yes: bool) -> None:
             hours = _hours(found := estimates(left, fetch=True))
             print(table(found), flush=True)
     if hours > 1 and not yes:
-        raise ConfigError(
-            f"This would take about {hours:,.1f} hours: add yes=true, or score less of the text (dataset.windows=64)."
-        )
+        raise ConfigError(f"This takes about {hours:,.1f} hours: add yes=true to start it, or score less (dataset.windows=64).")
 
 
 def _hours(found: Sequence[Estimate]) -> float:

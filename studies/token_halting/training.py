@@ -267,7 +267,7 @@ def trained(path: Path, shape: Shape) -> Trained:
     found, wanted = read_training(path), json.loads(json.dumps(asdict(shape)))
     for name, own in wanted.items():
         if found["shape"][name] != own:
-            raise ConfigError(f"{path} is of a detector with {name}={found['shape'][name]}, not {own}: train one of this shape.")
+            raise ConfigError(f"{path} has {name}={found['shape'][name]}, and this one has {own}: train one of this shape.")
     model = detector(shape, 0)
     model.load_state_dict(found["parts"][0])
     gates = None

@@ -68,7 +68,9 @@ def sweep_folder(tmp_path: Path) -> Path:
 
 
 def test_values_in_brackets_are_printed_as_they_are(tmp_path):
-    runs = tuple(SweepRun(i, (f"modules=[{name}]",), (f"modules=[{name}]",)) for i, name in enumerate(("halting", "bold"), 1))
+    runs = tuple(
+        SweepRun(i, (f"modules=[{name}]",), (f"modules=[{name}]",)) for i, name in enumerate(("halting", "bold"), start=1)
+    )
     there = Sweep(tmp_path, Manifest("brackets", (), runs))
     there.create()
     there.failed(runs[0], ValueError("stages=[/b] is no list"))

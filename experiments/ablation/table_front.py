@@ -16,11 +16,13 @@ from quicksilver.report.reproduction import FOUND
 from quicksilver.report.table import ENDS, Column, Panel, Table, signed
 
 from ..sweeps import table_fair_trial as fair_trial
+from . import table_generation as generation
 from .prompts import on_far_text
 from .techniques import chosen, row_of, steps
 
-PANEL, RECALL = "continuation", "far-recall"
-ALWAYS = {PANEL: fair_trial.TESTED, RECALL: on_far_text(RECALL)}
+READS = generation.READS
+PANEL, RECALL, WRITTEN = "continuation", "far-recall", "generation"
+ALWAYS = {PANEL: fair_trial.TESTED, RECALL: on_far_text(RECALL), WRITTEN: generation.ALWAYS}
 DEFAULT = {"isolated.halting": "Paper: halting, default", "cumulative.quantization": "Paper: all four, default"}
 TUNED = {"halting": ("Paper: halting, tuned", 15), "fusion": ("Paper: fusion, tuned", 15)}
 PLAIN = {
@@ -32,7 +34,8 @@ PLAIN = {
 
 
 def rows() -> list[Row]:
-    """Dense, the paper's mechanisms, plain baselines, and what is ours; then the same on text whose answers depend on distant context."""
+    """Dense, the paper's mechanisms, plain baselines, and what is ours; then the same on text whose answers depend on distant context, and
+    where the model writes."""
     return [row for panel in ALWAYS for row in _rows(panel)]
 
 
@@ -50,19 +53,28 @@ def _rows(panel: str) -> Iterator[Row]:
 
 
 def table(outcomes: Sequence[Outcome], name: str) -> Table:
-    """Four numbers a row, dense left out: everything is against it."""
+    """Five numbers a row, dense left out: everything is against it."""
     frame = comparison.frame([one for one in outcomes if one.row.key != "dense"])
     far = frame[frame["panel"] == RECALL].set_index("key")
     frame = frame[frame["panel"] == PANEL].reset_index(drop=True)
     for end in ENDS:
         frame[f"recall_delta_ppl_pct{end}"] = frame["key"].map(far[f"delta_ppl_pct{end}"])
     frame["recall_record"] = frame["key"].map(far["record"])
+    texts = {
+        one.row.key: generation.measured(one.record, generation.GREEDY)
+        for one in outcomes
+        if one.row.panel == WRITTEN and one.record is not None
+    }
+    for column in (*(f"agreement{end}" for end in ENDS), "prompts"):
+        frame[column] = frame["key"].map({key: found[column] for key, found in texts.items()})
+    frame["texts_record"] = frame["key"].map({key: found["record"] for key, found in texts.items()})
     columns = (
         Column("", "technique", "{technique}", align="left"),
         Column("", "FLOPs saved", "{prompt_executed_flops_saved_pct:+.1f}%"),
         Column("", "Δ perplexity", _PERCENT),
         Column("", "KL × 100", "{kl_nats:100*.1f}"),
         Column("", "Δ far recall", _PERCENT.replace("delta", "recall_delta")),
+        Column("", "Same text", "{agreement:.0f}% [{agreement_low:.0f}, {agreement_high:.0f}]"),
     )
     legend = (
         "FLOPs saved: executed operations of a prompt of 448 tokens, signals included, in percent of dense inference. Negative: more work "
@@ -70,6 +82,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         "Δ perplexity of the 64 tokens after the prompt, in percent, with its 95% interval, paired by window. KL × 100: of the dense model's "
         "next-token distribution to the run's, in hundredths of a nat a token.",
         "Δ far recall: the same for answers whose facts stand at the prompt's beginning (dataset far-recall, 64 windows).",
+        "Same text: share of 64 greedily generated tokens that are the dense model's, mean over 128 prompts (table generation).",
         "tuned: of all settings that the paper names, the one of least KL on calibration text that saves 15% (table fair_trial). Truncate: "
         "the oldest 40% of the prompt are cut before the first layer. Nothing is fitted for it, nor for dropping the oldest.",
     )

@@ -26,7 +26,7 @@ PANELS = {
     SAMPLED: "Sampled: temperature 1, the same random numbers for both models",
 }
 ALWAYS = (
-    "measure=generation", "protocol=continuation", "dataset.windows=16", "measure.generation.prompts=16",
+    "measure=generation", "protocol=continuation", "dataset.windows=128", "measure.generation.prompts=128",
     "measure.generation.prompt_tokens=448",
 )  # fmt: skip
 SETTINGS_HERE = {"quicksilver": ("quicksilver",), "paper": ("halting,kv_skipping,token_fusion,adaptive_quantization",)}
@@ -131,7 +131,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
 def _size(frame: pd.DataFrame) -> tuple[str, ...]:
     sizes = frame[["prompts", "prompt_tokens", "new_tokens"]].dropna().drop_duplicates().astype(int)
     return tuple(
-        f"{prompts} prompts of {prompt} tokens, {new} new tokens after each: a small sample, and its intervals say so."
+        f"{prompts} prompts of {prompt} tokens, {new} new tokens after each."
         for prompts, prompt, new in sizes.itertuples(index=False)
     )
 

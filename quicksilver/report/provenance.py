@@ -59,10 +59,12 @@ def notes(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
 
 
 def timings(outcomes: Sequence[Outcome]) -> list[TimedProcess]:
-    """Processes of `quicksilver time` that timed every run of these rows that has a time."""
+    """Processes of `quicksilver time` that timed every run of these rows that has a time, after all of them were made: who makes them anew, here
+    or on another machine, prints their own times."""
     timed = {one.record.fingerprint: one.record for one in outcomes if one.record is not None and has_time(one.record)}
     root = next((record.path.parents[1] for record in timed.values()), None)
-    return [] if root is None else shared(timed_processes(root), timed)
+    made = max((record.finished for record in timed.values()), default="")
+    return [] if root is None else shared([one for one in timed_processes(root) if one.started > made], timed)
 
 
 def has_time(record: Record) -> bool:

@@ -171,6 +171,8 @@ def test_a_run_that_another_worker_has_begun_with_is_left_to_it_until_it_dies(wo
     taken = depths.take(depths.manifest.runs[1])
     assert depths.take(depths.manifest.runs[1]) is None
     assert [run.number for run, _ in claimed(depths, {1, 2, 3}, shard=True)] == [2, 3]  # its windows are shared
+    with depths.store.draft("d" * 20):  # and so are those of a dense run that another makes before it
+        assert [run.number for run, _ in claimed(depths, {1, 2, 3}, nap_s=0)] == [3, 2]
     assert [run.number for run, _ in claimed(depths, {1, 2, 3}, taken.release, nap_s=0)] == [3, 2]
     assert not list((depths.folder / "taken").iterdir())
 

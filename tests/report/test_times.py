@@ -19,11 +19,11 @@ def outcomes(tmp_path):
     return [Outcome(Row("panel", "", one.label, one.label, ()), one, dense) for one in (dense, *runs)]
 
 
-def process(outcomes, ratio, hour, machine="here", names=("dense all", "a", "b")):
+def process(outcomes, ratio, hour, machine="here", names=("dense all", "a", "b"), day=2):
     results = {
         fakes.fingerprint(name): fakes.latency(0.0 if name == "dense all" else 1 - ratio, 1.0, samples=3) for name in names
     }
-    made = TimedProcess("table_x", f"2026-01-01T{hour:02}:00:00+00:00", machine, 3, results)
+    made = TimedProcess("table_x", f"2026-01-{day:02}T{hour:02}:00:00+00:00", machine, 3, results)
     return made.write(outcomes[0].record.path.parents[1])
 
 
@@ -38,7 +38,7 @@ def test_a_table_prints_the_median_over_processes_and_their_range(outcomes):
         process(outcomes, ratio, hour)
     assert speedups(outcomes) == [40, 30, 50]
     notes = " ".join(provenance.notes(outcomes))
-    assert "median over 3 processes (2026-01-01 00:00 to 02:00 UTC)" in notes
+    assert "median over 3 processes (2026-01-02 00:00 to 02:00 UTC)" in notes
     assert "range over processes" in notes
 
 
@@ -47,6 +47,11 @@ def test_processes_of_another_machine_or_without_a_row_are_left_out(outcomes):
     process(outcomes, 0.7, 1)
     process(outcomes, 0.2, 2, names=("a", "b"))
     assert speedups(outcomes) == [30, 30, 30]
+
+
+def test_who_makes_the_runs_anew_prints_their_own_times(outcomes):
+    process(outcomes, 0.7, 9, day=1)  # an hour before the runs were made
+    assert speedups(outcomes) == [90, 89, 91]
 
 
 @pytest.mark.parametrize("content", ["", "[]", "[" * 50_000, '{"table": 3}', "forged", "no time"])

@@ -190,11 +190,8 @@ def accuracy(model: Any, data: list[Encoded]) -> float:
 
 
 def optimizers(model: torch.nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    parts: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parts[training_loop.is_hidden_matrix(name, parameter)].append(parameter)
-    groups = [{"params": parts[True], "weight_decay": recipe.weight_decay}, {"params": parts[False], "weight_decay": 0.0}]
+    hidden, rest = training_loop.hidden_matrices_and_rest(model)
+    groups = [{"params": hidden, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     return [torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.98))]
 
 

@@ -26,7 +26,7 @@ import reference_corpus as corpus
 import torch
 import torch.nn.functional as F
 import training_loop
-from context_use import context_use
+from context_use import context_use, spread_windows
 from safetensors.torch import load_file
 from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -174,12 +174,10 @@ def _new_model(recipe: Recipe) -> PreTrainedModel:
 
 
 def optimizers(model: torch.nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    parts: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
-    for name, parameter in model.named_parameters():
-        parts[training_loop.is_hidden_matrix(name, parameter)].append(parameter)
+    hidden, rest = training_loop.hidden_matrices_and_rest(model)
     return [
-        torch.optim.Muon(parts[True], lr=recipe.lr_muon, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(parts[False], lr=recipe.lr_adamw, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.Muon(hidden, lr=recipe.lr_muon, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=recipe.lr_adamw, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
@@ -246,10 +244,7 @@ def bits_per_byte(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, text: str, context: int, max_windows: int | None, device: str
 ) -> float:
     """Bits per byte of `text` in disjoint windows of `context` tokens (float32, every position but the first of a window scored)."""
-    ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
-    windows = ids[: len(ids) // context * context].view(-1, context)
-    if max_windows is not None:
-        windows = windows[torch.linspace(0, len(windows) - 1, min(max_windows, len(windows))).long()]
+    windows = spread_windows(tokenizer(text, add_special_tokens=False)["input_ids"], context, max_windows)
     nats, n_bytes = 0.0, 0
     model.eval()
     for rows in windows.split(8):

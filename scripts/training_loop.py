@@ -21,9 +21,13 @@ SAVED_SECONDS = 180
 History = list[dict[str, Any]]
 
 
-def is_hidden_matrix(name: str, parameter: torch.nn.Parameter) -> bool:
-    """A matrix of a layer, whose optimiser or decay differs from those of embeddings, norms and biases."""
-    return parameter.ndim == 2 and ("layers." in name or ".h." in name)
+def hidden_matrices_and_rest(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    """What is trained: the layers' matrices, whose optimiser or decay differs from those of the rest, embeddings, norms and biases."""
+    parts: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parts[parameter.ndim == 2 and ("layers." in name or ".h." in name)].append(parameter)
+    return parts[True], parts[False]
 
 
 def falling(planned: Callable[[int], float], falls: Sequence[tuple[int, int]], step: int) -> float:

@@ -236,10 +236,6 @@ def test_a_part_waits_for_what_it_starts_from(monkeypatch, processes, parts):
     assert said[-1].endswith(f"({len(log)} of {len(log)})")
 
 
-def test_what_a_part_starts_from_is_trained_though_it_was_not_asked_for():
-    assert tasks((1,), ("frozen", "norm")) == [(1, "dense"), (1, "control"), (1, "frozen"), (1, "box"), (1, "norm")]
-
-
 def test_a_training_that_fails_ends_the_study_and_says_why(monkeypatch):
     def fails(_, seed: int, part: str) -> None:
         raise RuntimeError(f"{part} of {seed}")

@@ -60,7 +60,10 @@ def test_what_is_chosen_stands_in_the_config(words, times, found, dtype, attenti
     [
         (["precision=quick"], "precision=quick"),
         (["precision=fastest", "modules=[bfloat16]"], r"modules\.bfloat16 fixes the number format \(bfloat16\)"),
-        (["precision=fastest", "modules=[adaptive_quantization]"], r"modules\.adaptive_quantization fixes the number format \(integer\)"),
+        (
+            ["precision=fastest", "modules=[adaptive_quantization]"],
+            r"modules\.adaptive_quantization fixes the number format \(integer\)",
+        ),
         (["precision=fastest", "modules=[block_attention]"], r"modules\.block_attention fixes the attention"),
         (["precision=fastest", "model.parallel=tensor", "measure=ranks"], r"one process measures, and model\.parallel=tensor"),
     ],
@@ -72,7 +75,9 @@ def test_what_fixes_the_format_already_is_refused(words, times, more, says) -> N
 
 def test_a_quantised_checkpoint_is_refused(words, times, tmp_path: Path) -> None:
     folder = tmp_path / "quantised"
-    shutil.copytree(EMBEDDED / "reference-gpt2", folder, ignore=shutil.ignore_patterns("predicted_kv", "learned_halting", "tuned_lens"))
+    shutil.copytree(
+        EMBEDDED / "reference-gpt2", folder, ignore=shutil.ignore_patterns("predicted_kv", "learned_halting", "tuned_lens")
+    )
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
     with pytest.raises(ConfigError, match=r"the checkpoint of model=tiny is quantised already\. Leave precision=fastest out"):

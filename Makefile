@@ -26,7 +26,7 @@ demo: $(STAMP) ## one paragraph, dense and accelerated side by side, in 20 secon
 	@$(PY) -m quicksilver demo $(ARGS)
 
 reproduce: $(STAMP) ## every table and figure: runs what has no record yet, goes on where it was stopped (MODEL, DATASET, ARGS)
-	@$(PY) -m quicksilver reproduce all $(SELECTED)
+	@$(PY) -m quicksilver reproduce all svg=true $(SELECTED)
 
 reproduce-table: $(STAMP) ## run what a table of the paper still needs, print and write it (TABLE, MODEL, DATASET, ARGS)
 	@$(PY) -m quicksilver reproduce table $(TABLE) $(SELECTED)

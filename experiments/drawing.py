@@ -52,10 +52,9 @@ def legend_above(axes: Axes, handles: Sequence[Any] | None = None, **options: An
     axes.legend(**given, loc="lower left", **{"bbox_to_anchor": (0, 1.0), **options})
 
 
-def labels_below(axes: Axes, labels: Sequence[str], size: float | None = 6.5, slots: Any = None) -> None:
+def labels_below(axes: Axes, labels: Sequence[str], slots: Any = None) -> None:
     """One upright label a column: the tokens of a text, in columns 0, 1, … or `slots`."""
-    options: dict[str, Any] = {} if size is None else {"fontsize": size}
-    axes.set_xticks(range(len(labels)) if slots is None else slots, labels, rotation=90, **options)
+    axes.set_xticks(range(len(labels)) if slots is None else slots, labels, rotation=90)
 
 
 def separate_columns(axes: Axes, columns: int) -> None:

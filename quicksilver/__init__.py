@@ -9,7 +9,7 @@ run.trace, run.flops, run.kv_bytes
 
 import importlib
 
-__version__ = "0.2.0"
+__version__ = "1.0.0"
 
 
 def __getattr__(name: str) -> object:

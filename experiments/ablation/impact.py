@@ -139,7 +139,10 @@ def _figure(outcomes: Sequence[Outcome], name: str, title: str, sentence: str) -
             for panel, heading in PROTOCOLS.items()
         ),
     )
-    return Figure(name, title, frame, drawing, caption)
+    there = frame[frame["panel"].eq("continuation") & frame["delta_ppl_pct"].notna()]
+    costs = ", ".join(f"{row['technique']} {row['delta_ppl_pct']:+.0f}%" for row in there.to_dict("records"))
+    finding = f"Perplexity under continuation: {costs}; the paper: at most {there['reported_delta_ppl_pct'].max():+.1f}%"
+    return Figure(name, title, frame, drawing, caption, finding=finding if costs else "")
 
 
 def drawn(outcomes: Sequence[Outcome]) -> pd.DataFrame:
@@ -160,7 +163,7 @@ def _bars(axes: Axes, members: Sequence[Mapping[str, Any]], measure: str) -> Non
         stated, floor = number(row, MEASURES[measure][0]), number(row, "noise_floor_pct")
         value, low, high = numbers(row, measure)
         if row["status"] != comparison.MEASURED:
-            look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6.5, "color": GREY, "style": "italic"}
+            look: dict[str, Any] = {"ha": "center", "va": "center", "color": GREY, "style": "italic"}
             look["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}
             axes.text(place, 0.5, textwrap.fill(str(row["status"]), 12), transform=axes.get_xaxis_transform(), **look)
         elif value is not None:
@@ -174,7 +177,7 @@ def _bars(axes: Axes, members: Sequence[Mapping[str, Any]], measure: str) -> Non
                 end = high if value >= 0 else low
                 look = {"color": "black", "linewidth": 1, "capsize": 2, "marker": "", "linestyle": ""}
                 axes.errorbar(place, value, yerr=whiskers(value, low, high), **look)
-            look = {"textcoords": "offset points", "ha": "center", "va": "bottom" if value >= 0 else "top", "fontsize": 7}
+            look = {"textcoords": "offset points", "ha": "center", "va": "bottom" if value >= 0 else "top"}
             axes.annotate(f"{value:+.1f}", (place, end), xytext=(0, 3 if value >= 0 else -3), weight="bold", **look)
         if stated is not None:
             axes.plot(place + 0.36, stated, markersize=4.5, zorder=4, **_DIAMOND)

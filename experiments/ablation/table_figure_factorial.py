@@ -205,7 +205,7 @@ _SYNERGY = (
 
 def draw(rows: pd.DataFrame) -> Any:
     """Main effects and pairs as matrices (operations, perplexity), and δ of every set. Call it inside `style()`."""
-    drawing, plots = panels(1, 3, size=(11.0, 3.4), width_ratios=[1, 1, 1.25])
+    drawing, plots = panels(1, 3, size=(11.6, 3.2), width_ratios=[1, 1, 1.4])
     effects = rows[rows["panel"] == EFFECTS].set_index("key")
     shown = (("nominal", 1.0, "nominal FLOPs saved, points"), (QUALITY, 100.0, "perplexity added, nats per token × 100"))
     for plot, (name, factor, title) in zip(plots[0], shown, strict=False):
@@ -214,10 +214,10 @@ def draw(rows: pd.DataFrame) -> Any:
             matrix[j, i] = factor * effects.loc["".join(dict.fromkeys(LETTERS[i] + LETTERS[j])), f"effect_{name}"]
         drawing.colorbar(plot.imshow(matrix, **heat_look(matrix)), ax=plot)
         there = zip(*np.nonzero(~np.isnan(matrix)), strict=True)
-        write_cells(plot, matrix, {(int(j), int(i)): signed(matrix[j, i]) for j, i in there}, 8)
+        write_cells(plot, matrix, {(int(j), int(i)): signed(matrix[j, i]) for j, i in there})
         plot.set_xticks(range(len(LETTERS)), LETTERS)
         plot.set_yticks(range(len(LETTERS)), [f"{FACTORS[letter][2]} {letter}" for letter in LETTERS])
-        plot.set_title(f"Effects and interactions of pairs:\n{title}", fontsize=8)
+        plot.set_title(f"Effects of one and of pairs:\n{title}")
         plot.grid(False)
     deltas = rows[rows["panel"] == SYNERGY]
     plot = plots[0][2]
@@ -231,9 +231,18 @@ def draw(rows: pd.DataFrame) -> Any:
     plot.axhline(0, color="black", linewidth=0.8, linestyle="-", marker="")
     plot.set_xticks(places, deltas["key"], rotation=90)
     plot.set(xlabel="mechanisms together", ylabel="δ, points of dense FLOPs")
-    plot.set_title("Synergy δ (P.1): below 0, savings overlap", fontsize=8)
-    plot.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3), ncols=2)
+    plot.set_title("Synergy δ (P.1):\nbelow 0, savings overlap")
+    plot.legend(loc="lower left")
     return drawing
+
+
+def _finding(rows: pd.DataFrame) -> str:
+    """What all four save together beside the sum of what each saves alone."""
+    joint = rows[(rows["panel"] == SYNERGY) & (rows["key"] == LETTERS)]
+    if joint.empty:
+        return ""
+    apart = float(joint["synergy_nominal"].iloc[0])
+    return f"All four save {abs(apart):.1f} points {'more' if apart > 0 else 'less'} than the sum of what each saves alone"
 
 
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
@@ -248,7 +257,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     with style():
         drawing = draw(found)
     caption = (*legend(), *sweeps.notes(outcomes, name))
-    return Figure(name, "All combinations of the four mechanisms", found, drawing, caption)
+    return Figure(name, "All combinations of the four mechanisms", found, drawing, caption, finding=_finding(found))
 
 
 ANSWERS = {f"p4.isolated.{claim}": AnsweredBy("factorial", letter) for letter, (_, claim, _) in FACTORS.items()}

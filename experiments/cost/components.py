@@ -243,4 +243,9 @@ def figure_layer_times(outcomes: Sequence[Outcome], name: str) -> Figure:
         "compares their sum with an untouched pass. Embedding and output head belong to no layer.",
         *provenance.notes(outcomes),
     )
-    return Figure(name, "Where the time of each layer goes", found, drawing, caption)
+    total, finding = found.groupby("run")["ms"].sum(), ""
+    if {costs.DENSE, costs.JOINT} <= {*there}:
+        finding = (
+            f"With all four mechanisms the layers take {total[costs.JOINT] / total[costs.DENSE]:.2f} times the dense model's time"
+        )
+    return Figure(name, "Where the time of each layer goes", found, drawing, caption, finding=finding)

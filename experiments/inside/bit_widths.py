@@ -68,32 +68,29 @@ def figure13_bit_widths(outcomes: Sequence[Outcome], name: str) -> Figure:
     record = sentences.measured(outcomes, "quantization")
     frame = sentences.in_layers(record.signals(TEXT), "bits", "active", "carrier", "entropy_nats")
     frame["held"] = held(frame)
-    states = sentences.layers(frame, "held").T  # tokens × layers
-    n_tokens, n_layers = states.shape
+    states = sentences.layers(frame, "held")
+    n_layers, n_tokens = states.shape
     with style():
-        drawing, axes = panels(size=(6.2, 0.135 * n_tokens + 0.9))
+        drawing, axes = panels(size=(max(6.0, 0.175 * n_tokens + 1.2), 3.8))
         panel = axes[0, 0]
-        draw_held(panel, states, extent=(0.5, n_layers + 0.5, n_tokens - 0.5, -0.5))
-        panel.set_yticks(range(n_tokens), sentences.labels(record.texts[TEXT].tokens), fontsize=6.5)
-        panel.set_xticks(range(1, n_layers + 1))
-        for edge in range(1, n_tokens):
-            draw.horizontal(panel, edge - 0.5, color="white", linewidth=0.5)
+        draw_held_upwards(panel, states)
+        draw.labels_below(panel, sentences.labels(record.texts[TEXT].tokens))
+        draw.separate_columns(panel, n_tokens)
         if (frame["bits"] < UNTOUCHED_BITS).any():
             decided = int(frame.loc[frame["bits"] < UNTOUCHED_BITS, "layer"].min())
-            draw.vertical(panel, decided - 0.5, linewidth=1, linestyle="--")
-            panel.text(decided - 0.5, -0.8, "widths decided", ha="center", va="bottom", fontsize=7)
-        panel.set(xlabel="layer", ylabel="token")
-        handles = held_keys(frame["held"], record.model.dtype)
-        panel.legend(handles=handles, loc="center left", bbox_to_anchor=(1.01, 0.5), title="held at")
+            draw.horizontal(panel, decided - 0.5, linewidth=1, linestyle="--")
+            panel.text(n_tokens - 0.3, decided - 0.5, "widths\ndecided", va="center")
+        panel.set(xlabel="token", ylabel="layer")
+        draw.legend_above(panel, held_keys(frame["held"], record.model.dtype), ncols=len(HELD))
     counts = frame.loc[frame["layer"] == n_layers, "bits"].value_counts().sort_index(ascending=False)
     caption = sentences.caption(
         outcomes,
         TEXT,
-        "Bit-width of each token in each layer: of the inputs of linear layers and of its K/V entries. In the last layer "
-        + ", ".join(f"{count} tokens are at {width(int(bits))}" for bits, count in counts.items())
-        + f". Before the dashed line everything is {record.model.dtype}. The paper decides after layer 15 of 30.",
+        "Bit-width of each token in each layer: of the inputs of linear layers and of its K/V entries. Below the dashed line everything is "
+        f"{record.model.dtype}. The paper decides after layer 15 of 30.",
     )
-    return Figure(name, "Figure 13: bit-width of each token by layer", frame, drawing, caption)
+    finding = "In the last layer " + ", ".join(f"{count} tokens are at {width(int(bits))}" for bits, count in counts.items())
+    return Figure(name, "Figure 13: bit-width of each token by layer", frame, drawing, caption, finding=finding)
 
 
 # --- Figure 14 --------------------------------------------------------------------------------------------------------------------
@@ -128,7 +125,7 @@ def figure14_precision_by_entropy(outcomes: Sequence[Outcome], name: str) -> Fig
         _dots(left, sentence)
         for tau, label in ((low, "tau_low"), (high, "tau_high")):
             draw.horizontal(left, tau, linestyle="--")
-            left.text(right_end, tau, f" {label}\n {tau:.2f}", va="center", fontsize=6.5)
+            left.text(right_end, tau, f" {label}\n {tau:.2f}", va="center")
         draw.labels_below(left, sentences.labels(sentence["token"]))
         left.set(xlabel="token", ylabel=f"entropy after layer {decided} (nats)", xlim=(-0.7, right_end), ylim=(0, None))
         left.grid(visible=False, axis="x")
@@ -142,7 +139,9 @@ def figure14_precision_by_entropy(outcomes: Sequence[Outcome], name: str) -> Fig
         "The thresholds are the 30th and the 70th percentile on calibrating text. Tokens of a short sentence have little context, so that their "
         "entropies lie higher.",
     )
-    return Figure(name, "Figure 14: bit-width by entropy", frame, drawing, caption)
+    share = windows["width_bits"].value_counts(normalize=True).sort_index(ascending=False)
+    finding = f"Of running text {', '.join(f'{one:.0%} is at {width(int(bits))}' for bits, one in share.items())}"
+    return Figure(name, "Figure 14: bit-width by entropy", frame, drawing, caption, finding=finding)
 
 
 def _dots(axes: Axes, sentence: pd.DataFrame) -> None:
@@ -158,7 +157,7 @@ def _shares(axes: Axes, windows: pd.DataFrame) -> None:
     values, names = [float(share.get(bits, 0.0)) for bits in _MARKERS], list(map(width, _MARKERS))
     axes.barh(range(len(names)), values, color=[HELD[name] for name in names], edgecolor="black", linewidth=0.4)
     for i, value in enumerate(values):
-        axes.text(value, i, f" {value:.0f}%", va="center", fontsize=7)
+        axes.text(value, i, f" {value:.0f}%", va="center")
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set(xlabel="tokens (%)", xlim=(0, max(values) * 1.2), title="Running text")
@@ -196,7 +195,10 @@ def figure19_entropy_and_widths(outcomes: Sequence[Outcome], name: str) -> Figur
         handles = held_keys(frame["held"], record.model.dtype)
         right.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=4, columnspacing=1)
     caption = _caption(outcomes, frame, chosen, record.thresholds["adaptive_quantization"]["tau_low"])
-    return Figure(name, "Figure 19: entropy and bit-widths", _drawn(inner), drawing, caption)
+    upper, lower = (frame.loc[frame["layer"] == chosen[end], "dense_entropy_nats"].mean() for end in (0, -1))
+    change = f"from {upper:.2f} to {lower:.2f} nats between layers {chosen[0]} and {chosen[-1]}"
+    finding = f"Mean entropy goes {change}; the paper says that it falls"
+    return Figure(name, "Figure 19: entropy and bit-widths", _drawn(inner), drawing, caption, finding=finding)
 
 
 def _drawn(inner: pd.DataFrame) -> pd.DataFrame:

@@ -43,7 +43,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     records = {key: sentences.measured(outcomes, key) for key in PANELS}
     tokens = sentences.labels(records["fusing"].texts[TEXT].tokens)
     with style():
-        drawing, axes = panels(2, 2, size=(11, 7.4))
+        drawing, axes = panels(2, 2, size=(15.6, 8.6))
         frames = []
         for axis, (key, title), panel in zip(axes.flat, PANELS.items(), (_halting, _entries, _lives, _widths), strict=True):
             frame, handles = panel(axis, records[key])
@@ -51,7 +51,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
             draw.legend_above(axis, handles, ncols=3 if key in ("overridden", "fusing") else 4, borderaxespad=0.2)
             axis.set_title(title, weight="bold", pad=18)
             if key != "overridden":
-                draw.labels_below(axis, tokens, 5)
+                draw.labels_below(axis, tokens)
                 axis.set(xlabel="token", ylabel="layer")
     caption = sentences.caption(
         outcomes,

@@ -80,7 +80,9 @@ def figure09_halting_curves(outcomes: Sequence[Outcome], name: str) -> Figure:
         "The paper draws the absolute L2 norm against a threshold of 1.0 (its Figure 9); in this model that norm is "
         f"{record.signals(TEXT)['dense_drift_l2'].median():.0f} in the median.",
     )
-    return Figure(name, "Figure 9: halting curves, forced, natural and full", frame, drawing, caption)
+    by_themselves, tokens = frame.loc[frame["kind"] == "natural", "slot"].nunique(), frame["slot"].nunique()
+    finding = f"{by_themselves} of {tokens} tokens halt by themselves at thresholds that were calibrated on other text"
+    return Figure(name, "Figure 9: halting curves, forced, natural and full", frame, drawing, caption, finding=finding)
 
 
 def curves(record: Record) -> pd.DataFrame:
@@ -112,7 +114,7 @@ def _curves(panel: Axes, members: pd.DataFrame, colour: str, marker: str, named_
         if end["halts_after_layer"] < named_below and named < NAMED and first:
             box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
             place: dict[str, Any] = {"xytext": (0, -9), "textcoords": "offset points", "ha": "center", "va": "top", "zorder": 5}
-            panel.annotate(sentences.labels([end["token"]])[0], at, fontsize=6.5, bbox=box, **place)
+            panel.annotate(sentences.labels([end["token"]])[0], at, bbox=box, **place)
             named += 1
 
 
@@ -158,7 +160,8 @@ def figure20_halting_timeline(outcomes: Sequence[Outcome], name: str) -> Figure:
         f"below 1 between the broken lines, the token halts (black bar): {frame['halts'].sum()} of {frame['slot'].nunique()} do. In the last layers "
         "they are computed again (resume_layers), and none halts there.",
     )
-    return Figure(name, "Figure 20: halting timeline", frame, drawing, caption, {"gif": animation})
+    finding = f"{frame['halts'].sum()} of {frame['slot'].nunique()} tokens halt"
+    return Figure(name, "Figure 20: halting timeline", frame, drawing, caption, {"gif": animation}, finding=finding)
 
 
 def scores(signals: pd.DataFrame, thresholds: dict[str, list[float]]) -> pd.DataFrame:
@@ -261,7 +264,7 @@ def figure21_failure_heatmaps(outcomes: Sequence[Outcome], name: str) -> Figure:
     frame["error_attribution_nats"] = frame["dense_gradient_x_state"].abs()
     frame["loss_change_nats"] = frame["nll_nats"] - frame["dense_nll_nats"]
     with style():
-        drawing, axes = panels(4, 1, size=(10, 10.4), height_ratios=[1, 1, 1, 0.6])
+        drawing, axes = panels(4, 1, size=(10.6, 8.6), sharex=True, height_ratios=[1, 1.2, 1, 0.7])
         for plot, column in zip(axes.flat, _HEATMAPS, strict=False):
             _heat(drawing, plot, frame, column)
         change = frame[frame["layer"] == 0]
@@ -269,12 +272,13 @@ def figure21_failure_heatmaps(outcomes: Sequence[Outcome], name: str) -> Figure:
         bars.bar(change["slot"], height.fillna(0), color=np.where(height > 0, PALETTE[1], PALETTE[2]))
         draw.horizontal(bars, 0, linewidth=0.6)
         bars.set(ylabel="nats", xlabel="token", title="Change of the loss of this token's own prediction (above 0: worse)")
-        for plot in axes.flat:
-            draw.labels_below(plot, sentences.labels(change["token"]), 6)
-            plot.set_xlim(-0.5, len(change) - 0.5)
+        draw.labels_below(bars, sentences.labels(change["token"]))
+        bars.set_xlim(-0.5, len(change) - 0.5)
         bars.grid(visible=False, axis="x")
-    caption = sentences.caption(outcomes, TEXT, *_findings(frame), _harm(record))
-    return Figure(name, "Figure 21: semantic drift and error attribution", frame, drawing, caption)
+    overlap, said = _findings(frame)
+    caption = sentences.caption(outcomes, TEXT, *said, _harm(record))
+    finding = f"Rank correlation of drift with error attribution: {overlap:+.2f}; the paper says that they overlap substantially"
+    return Figure(name, "Figure 21: semantic drift and error attribution", frame, drawing, caption, finding=finding)
 
 
 def _heat(drawing: Drawing, axes: Axes, frame: pd.DataFrame, column: str) -> None:
@@ -295,13 +299,16 @@ def _heat(drawing: Drawing, axes: Axes, frame: pd.DataFrame, column: str) -> Non
         axes.add_patch(Rectangle((slot - 0.5, halted[slot].idxmax() - 0.65), 1, 0.3, facecolor="black", edgecolor="none"))
     axes.set(ylabel="layer", title=title)
     axes.set_yticks(range(0, table.index[-1] + 1, 4))
+    there = np.flatnonzero(np.isfinite(values).any(axis=1))
+    axes.set_ylim(max(-0.5, int(there[0]) - 2.5) if there.size else -0.5, None)  # below it nothing is drawn
     axes.grid(visible=False)
     bar = drawing.colorbar(image, ax=axes, pad=0.01, extend="neither" if signed else "min")
     bar.ax.minorticks_off()
     bar.set_label(unit)
 
 
-def _findings(frame: pd.DataFrame) -> tuple[str, ...]:
+def _findings(frame: pd.DataFrame) -> tuple[float, tuple[str, ...]]:
+    """Rank correlation of drift with attribution, and what is said of both."""
     last = frame["layer"].max()
     attribution = frame[frame["layer"].between(1, last - 1)].groupby("slot")["error_attribution_nats"].mean()
     at_end = frame[frame["layer"] == last].set_index("slot")
@@ -309,7 +316,7 @@ def _findings(frame: pd.DataFrame) -> tuple[str, ...]:
     both = spearmanr(drift.loc[1:], attribution.loc[1:])
     # The prediction of token t+1 is made from the state of token t.
     harm = spearmanr(drift.iloc[:-1], change.iloc[1:].abs())
-    return (
+    return both.statistic, (
         "The same sentence runs twice, dense and with halting. Black bar: the token halts after this layer. White: both runs are still equal. "
         f"Rank correlation over tokens of drift after the last layer with mean attribution: {both.statistic:+.2f} (p = {both.pvalue:.2g}; the paper "
         f"says that they overlap substantially), with the size of the next token's change of loss: {harm.statistic:+.2f} (p = {harm.pvalue:.2g}).",
@@ -391,7 +398,8 @@ def figure22_function_words(outcomes: Sequence[Outcome], name: str) -> Figure:
         "Classes by a closed list of English function words, of the whole word that a token is a part of; other: no letters. Halted tokens "
         "take part again in the last layers, which is not drawn.",
     )
-    return Figure(name, "Figure 22: function words against content words", frame, drawing, caption)
+    finding = f"Tokens that halt somewhere, by the word that they belong to: {said}"
+    return Figure(name, "Figure 22: function words against content words", frame, drawing, caption, finding=finding)
 
 
 def _depth_bars(axes: Axes, sentence: pd.DataFrame, n_layers: int) -> None:
@@ -399,9 +407,9 @@ def _depth_bars(axes: Axes, sentence: pd.DataFrame, n_layers: int) -> None:
         colour, hatch, _ = LOOK[str(kind)]
         look: dict[str, Any] = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.4}
         axes.bar(members["slot"], members["halts_after_layer"], **look)
-    draw.labels_below(axes, sentences.labels(sentence["token"]), None, sentence["slot"])
+    draw.labels_below(axes, sentences.labels(sentence["token"]), sentence["slot"])
     draw.horizontal(axes, n_layers, linestyle="--")
-    axes.text(len(sentence) - 0.5, n_layers + 0.15, "never halted", ha="right", va="bottom", fontsize=7)
+    axes.text(len(sentence) - 0.5, n_layers + 0.15, "never halted", ha="right", va="bottom")
     words = {"xlabel": "token", "ylabel": "layers gone through before halting", "title": "The paper's sentence"}
     axes.set(ylim=(0, 1.25 * n_layers), **words)
     axes.set_yticks(range(0, n_layers + 1, 4))

@@ -94,7 +94,8 @@ def figure10_kv_skipping(outcomes: Sequence[Outcome], name: str) -> Figure:
         "Right: the share of K/V entries that each layer holds, over all prompts of the run. Dashed: over all layers together.",
     )
     both = pd.concat([frame, shares.assign(token="", entry="all prompts")], ignore_index=True)
-    return Figure(name, "Figure 10: K/V entries, written and skipped", both, drawing, caption)
+    finding = f"Over all prompts, layers hold {100 * total:.0f}% of the dense model's K/V entries"
+    return Figure(name, "Figure 10: K/V entries, written and skipped", both, drawing, caption, finding=finding)
 
 
 def held(record: Record) -> pd.DataFrame:
@@ -207,10 +208,10 @@ def figure11_fusion_by_layer(outcomes: Sequence[Outcome], name: str) -> Figure:
         draw.labels_below(panel, sentences.labels(frame["token"]), slots=frame["slot"])
         panel.set_yticks(range(1, n_layers + 1))
         panel.set(xlabel="token", ylabel="layer")
-        look: dict[str, Any] = {"rotation": 40, "ha": "left", "va": "bottom", "fontsize": 6.5, "rotation_mode": "anchor"}
+        look: dict[str, Any] = {"rotation": 40, "ha": "left", "va": "bottom", "rotation_mode": "anchor"}
         for slot, text in words.items():
             panel.text(slot, n_layers + 0.7, phrase(text), **look)
-        panel.legend(handles=lives_keys(), loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=3)
+        panel.legend(handles=lives_keys(), loc="upper center", bbox_to_anchor=(0.5, -0.32), ncols=3)
     merged = (frame["into"] != frame["slot"]).sum()
     caption = sentences.caption(
         outcomes,
@@ -219,7 +220,8 @@ def figure11_fusion_by_layer(outcomes: Sequence[Outcome], name: str) -> Figure:
         f"one token in the place of the later one. {merged} of {len(frame)} tokens are fused into a neighbour, {len(words)} super-tokens are left, with "
         "the text they carry above them.",
     )
-    return Figure(name, "Figure 11: tokens that go into their neighbours", frame, drawing, caption)
+    finding = f"{merged} of {len(frame)} tokens are fused into a neighbour"
+    return Figure(name, "Figure 11: tokens that go into their neighbours", frame, drawing, caption, finding=finding)
 
 
 @artefact(sentences.runs("fusing"), sentences.read_of_windows())
@@ -234,11 +236,11 @@ def figure12_fusion_lives(outcomes: Sequence[Outcome], name: str) -> Figure:
         drawing, axes = panels(size=(6.8, 0.145 * len(slots) + 1.0))
         panel = axes[0, 0]
         draw_lives(panel, signals, slots, across=True)
-        panel.set_yticks(shown["slot"], sentences.labels(shown["token"]), fontsize=6.5)
+        panel.set_yticks(shown["slot"], sentences.labels(shown["token"]))
         panel.set_xticks(range(1, n_layers + 1))
         panel.set(xlabel="layer", ylabel="token")
         for slot, text in zip(supers["slot"], supers["carries"], strict=True):
-            panel.text(n_layers + 0.7, slot, phrase(text, 44), ha="left", va="center", fontsize=6.5)
+            panel.text(n_layers + 0.7, slot, phrase(text, 44), ha="left", va="center")
         draw.legend_above(panel, lives_keys(), ncols=1)
     merged = int((shown["into"] != shown["slot"]).sum())
     caption = sentences.caption(
@@ -249,4 +251,5 @@ def figure12_fusion_lives(outcomes: Sequence[Outcome], name: str) -> Figure:
         "they carry at the right. A cross without an arrow: the neighbour is not among these rows.",
         f"Tokens {slots.start} to {slots.stop - 1} of a prompt of {len(frame)}. Fusion acts at every second layer from 0.4 of the depth on.",
     )
-    return Figure(name, "Figure 12: tokens of running text under fusion", shown, drawing, caption)
+    finding = f"{merged} of {len(shown)} tokens of running text are fused into a neighbour"
+    return Figure(name, "Figure 12: tokens of running text under fusion", shown, drawing, caption, finding=finding)

@@ -172,7 +172,9 @@ def figure04_decision_tree(outcomes: Sequence[Outcome], name: str) -> Figure:
         *notes(outcomes),
     )
     both = pd.concat([frame, prompts.assign(part="prompt, by layer")], ignore_index=True)
-    return Figure(name, "Figure 4: halting, merging, or neither", both, drawing, caption)
+    shares = frame[frame["part"] == "prompt"].set_index("branch")["share_pct"]
+    finding = f"{shares['halted']:.0f}% of prompt tokens halt, {shares['merged']:.0f}% are merged, {shares['full']:.0f}% are computed in full"
+    return Figure(name, "Figure 4: halting, merging, or neither", both, drawing, caption, finding=finding)
 
 
 def branches(record: Record) -> pd.DataFrame:
@@ -220,7 +222,7 @@ def _box(
     if look:
         axes.add_patch(Rectangle(corner, width, band, facecolor=look[0], hatch=look[1], edgecolor="white", linewidth=0, zorder=3))
         axes.add_patch(Rectangle(corner, width, band, facecolor="none", zorder=3.5, **framed))
-    words: dict[str, Any] = {"fontsize": 7.5, "linespacing": 1.35, "weight": "bold" if look else "normal"}
+    words: dict[str, Any] = {"linespacing": 1.35, "weight": "bold" if look else "normal"}
     axes.text(centre[0], centre[1] + band / 2, text, ha="center", va="center", zorder=4, **words)
 
 
@@ -230,7 +232,7 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], sha
     middle = ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2)
     if label:
         box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-        axes.text(*middle, label, ha="center", va="center", fontsize=7, zorder=4, bbox=box)
+        axes.text(*middle, label, ha="center", va="center", zorder=4, bbox=box)
 
 
 def _layers(axes: Axes, counts: pd.DataFrame) -> None:
@@ -274,7 +276,7 @@ def figure_token_decay(outcomes: Sequence[Outcome], name: str) -> Figure:
     frame = pd.concat([_decay(record, key) for record, key in there], ignore_index=True)
     low, high = reported()["k.decay"].bounds["decay_per_layer"]
     with style():
-        drawing, axes = panels(1, 1, size=(6.4, 3.8))
+        drawing, axes = panels(1, 1, size=(7.6, 4.2))
         plot = axes[0, 0]
         depth = np.arange(0, int(frame["layer"].max()) + 1)
         steepest, flattest = (100 * np.exp(-(end or 0) * depth) for end in (high, low))
@@ -283,13 +285,15 @@ def figure_token_decay(outcomes: Sequence[Outcome], name: str) -> Figure:
             one, colour = mine.iloc[0], {"color": PALETTE[place]}
             law = f"α {one['alpha']:.3f} [{one['alpha_low']:.3f} {one['alpha_high']:.3f}], R² {one['r_squared']:.2f}"
             dash, marker = DASHES[place % len(DASHES)], MARKERS[place]
-            draw.points(plot, mine["layer"], mine["active_pct"], marker=marker, **colour)
+            draw.line(plot, mine["layer"], mine["active_pct"], linewidth=0.6, alpha=0.5, **colour)
+            draw.points(plot, mine["layer"], mine["active_pct"], marker=marker, markersize=5, markeredgecolor="white", **colour)
             at = np.array([0, *mine.loc[mine["fitted"], "layer"]])
             draw.line(plot, at, 100 * np.exp(-one["alpha"] * at), linestyle=dash, linewidth=1, **colour)
             plot.plot([], [], linestyle=dash, marker=marker, linewidth=1, label=f"{DECAYING[str(key)]}: {law}", **colour)
         draw.horizontal(plot, 100, color=GREY)
         plot.set_yscale("log")
         plot.set_yticks([10, 20, 30, 50, 70, 100], ["10", "20", "30", "50", "70", "100"])
+        plot.set_ylim(0.9 * min(frame["active_pct"].min(), steepest.min()), 110)
         plot.minorticks_off()
         plot.set(xlabel="layer", ylabel="active tokens of a prompt, %")
         title = "points: measured; lines: the exponential N·exp(−α·ℓ) fitted to them"
@@ -301,7 +305,10 @@ def figure_token_decay(outcomes: Sequence[Outcome], name: str) -> Figure:
         "Fit: least squares in logarithms. Brackets: 95% intervals of α, bootstrap over windows.",
         *notes(outcomes),
     )
-    return Figure(name, "Active tokens by layer, with exponential fits", frame, drawing, caption)
+    fits = frame.groupby("key").first()
+    inside = int((fits["alpha"].between(low, high) & (fits["r_squared"] > 0.9)).sum())
+    finding = f"{inside} of {len(fits)} curves fall exponentially (R² above 0.9) at the paper's rate, α {low:g} to {high:g}"
+    return Figure(name, "Active tokens by layer, with exponential fits", frame, drawing, caption, finding=finding)
 
 
 def _decay(record: Record, key: str) -> pd.DataFrame:

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from quicksilver.records.record import Record
 from quicksilver.report.artefacts import Outcome, artefact
 from quicksilver.report.claims.reported import reported
-from quicksilver.report.figure import DASHES, MARKERS, PALETTE, Figure, panels, style
+from quicksilver.report.figure import DASHES, MARKERS, PALETTE, Figure, legend_below, panels, style
 from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, filled
 
 from .. import drawing as draw
@@ -157,13 +157,13 @@ def figure05_17_trajectories(outcomes: Sequence[Outcome], name: str) -> Figure:
         drawing, axes = panels(1, 2, size=(10, 4.2), width_ratios=[1.1, 1])
         left, right = axes[0]
         for _, token in frame[(frame["slot"] > 0) & frame["role"].isna()].groupby("slot"):
-            draw.line(left, token["dense_pca_0"], token["dense_pca_1"], color=_GREY, linewidth=0.6, zorder=1)
-            draw.line(right, token["layer"], token["dense_state_norm"], color=_GREY, linewidth=0.6, zorder=1)
+            draw.line(left, token["dense_pca_0"], token["dense_pca_1"], color=_GREY, linewidth=0.4, alpha=0.6, zorder=1)
+            draw.line(right, token["layer"], token["dense_state_norm"], color=_GREY, linewidth=0.4, alpha=0.6, zorder=1)
         for i, one in enumerate(shown):
             token = frame[frame["slot"] == one.slot]
             _trajectory(left, token, one, i, "pca_0", "pca_1", None)
             _trajectory(right, token, one, i, "layer", "state_norm", f"“{names[one.slot]}” {one.role}")
-        look: dict[str, Any] = {"rotation": 90, "fontsize": 6.5, "ha": "right", "va": "bottom"}
+        look: dict[str, Any] = {"rotation": 90, "ha": "right", "va": "bottom"}
         for until, word in _events(shown).items():
             draw.vertical(right, until, linestyle=":", zorder=0)
             right.text(until, 0.02, f" {word} ", transform=right.get_xaxis_transform(), **look)
@@ -171,9 +171,18 @@ def figure05_17_trajectories(outcomes: Sequence[Outcome], name: str) -> Figure:
         left.set(xlabel=f"first component ({first:.0f}% of the variance)", ylabel=f"second component ({second:.0f}%)")
         left.set_title("States, a dot a layer (state units)")
         right.set(xlabel="layer (0: embedding)", ylabel="‖h‖₂ (state units)", title="Norm of the state")
-        right.legend(loc="lower right", handlelength=3.5)
-    caption = _caption(outcomes, signals, shown)
-    return Figure(name, "Figures 5 and 17: trajectories of halting and fusion", frame, drawing, caption)
+        legend_below(drawing, right.get_legend_handles_labels()[0], ncols=4, handlelength=3.5)
+    title, caption = "Figures 5 and 17: trajectories of halting and fusion", _caption(outcomes, signals, shown)
+    return Figure(name, title, frame, drawing, caption, finding=_moved(signals, shown))
+
+
+def _moved(signals: pd.DataFrame, shown: Sequence[Shown]) -> str:
+    """How far a fusion moves the state of the carrier; nothing where none is drawn."""
+    for one in shown:
+        if one.role == "carries both":
+            at = signals[(signals["slot"] == one.slot) & (signals["layer"] == one.until)].iloc[0]
+            return f"Fusion moves the carrier's state by {at['sdi_l2'] / at['dense_state_norm']:.0%} of its norm"
+    return ""
 
 
 def chosen(signals: pd.DataFrame) -> list[Shown]:
@@ -209,7 +218,7 @@ def _trajectory(axes: Axes, token: pd.DataFrame, one: Shown, i: int, x: str, y: 
     axes.plot(before[x], before[y], color=colour, zorder=3, **look)
     if end < last:
         dense_x = x if x == "layer" else f"dense_{x}"
-        draw.line(axes, rest[dense_x], rest[f"dense_{y}"], color=colour, linewidth=0.8, alpha=0.45, zorder=2)
+        draw.line(axes, rest[dense_x], rest[f"dense_{y}"], color=colour, linewidth=1.2, alpha=0.5, zorder=2)
     if one.until is not None:
         mark: dict[str, Any] = {"marker": "*" if one.role == "halts" else "X", "markersize": 11, "markeredgewidth": 0.6}
         draw.points(axes, at[x], at[y], color=colour, markeredgecolor="black", zorder=4, **mark)

@@ -21,7 +21,18 @@ from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, artefact
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
-from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, panels, percent_of_shares, style, whiskers
+from quicksilver.report.figure import (
+    DASHES,
+    GREY,
+    MARKERS,
+    PALETTE,
+    Figure,
+    legend_below,
+    panels,
+    percent_of_shares,
+    style,
+    whiskers,
+)
 from quicksilver.report.table import ENDS, Column, Panel, Table, interval_columns, with_ends
 
 from .. import drawing as draw
@@ -198,7 +209,7 @@ def figure_halting_by_class(outcomes: Sequence[Outcome], name: str) -> Figure:
     found = result(record)
     lines, frames = [], []
     with style():
-        drawing, axes = panels(2, 3, size=(9, 5), sharex=True, sharey=True)
+        drawing, axes = panels(2, 3, size=(9.6, 5.2), sharex=True, sharey=True)
         for axis, kind in zip(axes.flat, DRAWN, strict=True):
             if not found.has(kind):
                 axis.set_axis_off()
@@ -210,7 +221,8 @@ def figure_halting_by_class(outcomes: Sequence[Outcome], name: str) -> Figure:
             axis.set_xlabel("layer")
         for axis in axes[:, 0]:
             axis.set_ylabel("halted, %")
-        axes[1, 2].legend(*axes[0, 0].get_legend_handles_labels(), loc="upper left", fontsize=6.5)  # content words leave the room
+        axes[0, 0].xaxis.get_major_locator().set_params(integer=True)
+        legend_below(drawing, axes[0, 0].get_legend_handles_labels()[0], ncols=4)
     caption = (
         f"{outcome.row.technique}. Bands: 95% range of the same counts, on random tokens; bar: 95% interval at layer {found.layer}, "
         "clustered by sentence; star: the paper. Halted tokens take part again in the last layers, which is not drawn.",
@@ -218,7 +230,8 @@ def figure_halting_by_class(outcomes: Sequence[Outcome], name: str) -> Figure:
         *runs.whose_tags(outcomes),
         *provenance.notes(outcomes),
     )
-    return Figure(name, "Halting over depth by word class", pd.concat(frames), drawing, caption)
+    finding = f"Halted, in points beyond chance among tokens as frequent: {', '.join(lines[:3])}"
+    return Figure(name, "Halting over depth by word class", pd.concat(frames), drawing, caption, finding=finding)
 
 
 def _over_depth(axis: Axes, found: WordClassesResult, kind: str) -> pd.DataFrame:
@@ -305,15 +318,20 @@ def figure_word_signals(outcomes: Sequence[Outcome], name: str) -> Figure:
     (record,) = runs.records(outcomes)
     found = record.measured("word_signals", WordSignalsResult)
     with style():
-        drawing, axes = panels(1, 3, size=(10.5, 3.5))
+        drawing, axes = panels(1, 3, size=(11.4, 4.2))
         parts = [part for panel, axis in zip((_entropy, _attention, _drift), axes[0], strict=True) for part in panel(axis, found)]
     caption = (*_said(found), *runs.whose_tags(outcomes), *provenance.notes(outcomes))
     frame = pd.concat(parts, ignore_index=True)
-    return Figure(name, "Signals of the dense model by word class", frame, drawing, caption)
+    change = _deepened(found.entropy_nats["function"])
+    finding = f"The entropy of function words changes by {change.value:+.2f} nats over the upper half of the layers; the paper says that it collapses"
+    return Figure(name, "Signals of the dense model by word class", frame, drawing, caption, finding=finding)
 
 
 def _by_layer(what: str, of: str, value: Any, **more: Any) -> pd.DataFrame:
     return pd.DataFrame({"what": what, "of": of, "layer": np.arange(1, len(value) + 1), "value": value, **more})
+
+
+_BELOW: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.13)}
 
 
 def _look(place: int) -> dict[str, Any]:
@@ -330,7 +348,7 @@ def _entropy(axis: Axes, found: WordSignalsResult) -> Iterator[pd.DataFrame]:
         yield part
     axis.set(title="Entropy of the logit lens", xlabel="layer", ylabel="nats")
     axis.set_ylim(bottom=0)
-    axis.legend(fontsize=6, ncols=2)
+    axis.legend(ncols=3, **_BELOW)
 
 
 def _attention(axis: Axes, found: WordSignalsResult) -> Iterator[pd.DataFrame]:
@@ -348,7 +366,7 @@ def _attention(axis: Axes, found: WordSignalsResult) -> Iterator[pd.DataFrame]:
     draw.horizontal(axis, halted.token_share, linewidth=0.7, **share)
     draw.vertical(axis, halted.layer, color="#8a8a8a", linewidth=0.7, linestyle="--")
     axis.set_ylim(bottom=0)
-    axis.legend(fontsize=6, loc="lower right")
+    axis.legend(**_BELOW)
 
 
 def _drift(axis: Axes, found: WordSignalsResult) -> Iterator[pd.DataFrame]:
@@ -359,8 +377,8 @@ def _drift(axis: Axes, found: WordSignalsResult) -> Iterator[pd.DataFrame]:
         axis.bar(part["layer"], height - below, bottom=below, color=PALETTE[colour], width=0.8, label=label)
         yield part
         below = height
-    axis.set(title="Variance of log relative drift explained", xlabel="layer", ylabel="R²", ylim=(0, 1.25))
-    axis.legend(fontsize=6, ncols=2, loc="upper center")
+    axis.set(title="Variance of log relative drift explained", xlabel="layer", ylabel="R²", ylim=(0, 1))
+    axis.legend(ncols=2, **_BELOW)
 
 
 def _said(found: WordSignalsResult) -> tuple[str, ...]:

@@ -271,7 +271,7 @@ def figure01_taxonomy(outcomes: Sequence[Outcome], name: str) -> Figure:
     frame = taxonomy(techniques())
     leaves = len(frame)
     with style():
-        drawing, axes = panels(size=(8.5, 0.27 * leaves + 0.6))
+        drawing, axes = panels(size=(8.5, 0.2 * leaves + 0.5))
         axis = axes[0, 0]
         axis.set_axis_off()
         axis.set_xlim(0, 1)
@@ -280,17 +280,18 @@ def figure01_taxonomy(outcomes: Sequence[Outcome], name: str) -> Figure:
         root = (leaves - 1) / 2
         line: dict[str, Any] = {"linestyle": "-", "marker": ""}
 
-        def write(x: float, y: float, text: object, size: float = 7, **look: Any) -> None:
-            axis.text(x, y, str(text), va="center", ha="left", size=size, **look)
+        def write(x: float, y: float, text: object, **look: Any) -> None:
+            axis.text(x, y, str(text), va="center", ha="left", **look)
 
-        write(0.0, root, "runtime\nacceleration,\nfrozen model", 8, weight="bold")
+        write(0.0, root, "runtime\nacceleration,\nfrozen model", weight="bold")
         for place, (branch, (mean, low, high)) in enumerate(heights.iterrows()):
             colour = PALETTE[place % len(PALETTE)]
             axis.plot([0.135, 0.17, 0.17, 0.2], [root, root, mean, mean], color="#8a8a8a", linewidth=0.9, **line)
-            write(0.205, mean, branch, 8, color=colour, weight="bold")
-            axis.plot([0.475, 0.475], [low - 0.35, high + 0.35], color=colour, linewidth=2.2, **line)
+            write(0.205, mean, branch, color=colour, weight="bold")
+            axis.plot([0.475, 0.475], [low - 0.35, high + 0.35], color=colour, linewidth=3, **line)
+            axis.axhspan(low - 0.5, high + 0.5, 0.475, 1, facecolor=colour, alpha=0.08 * (place % 2), linewidth=0)
         for one in frame.to_dict("records"):
-            write(0.49, one["height"], one["module"], 7.5, weight="bold" if one["quicksilver"] else "normal")
+            write(0.49, one["height"], one["module"], weight="bold" if one["quicksilver"] else "normal")
             write(0.68, one["height"], one["acts"])
             write(0.80, one["height"], one["weights"].replace("frozen, coded copies beside them", "frozen, coded copies"))
         for x, text in ((0.205, "decides about"), (0.49, "module"), (0.68, "acts"), (0.80, "weights")):
@@ -300,7 +301,8 @@ def figure01_taxonomy(outcomes: Sequence[Outcome], name: str) -> Figure:
         "token and those before it; in prompts: it reads later tokens too; between passes: it changes the cache alone. None of them trains the model.",
         "Categories of the paper that are not implemented here: " + ", ".join(one.lower() for one, (_, classes) in TABLE_1.items() if not classes) + ".",
     )  # fmt: skip
-    return Figure(name, "Figure 1: taxonomy of what is implemented", frame, drawing, said)
+    finding = f"Of {leaves} mechanisms for frozen models, {frame['quicksilver'].sum()} are the paper's"
+    return Figure(name, "Figure 1: taxonomy of what is implemented", frame, drawing, said, finding=finding)
 
 
 def taxonomy(found: pd.DataFrame) -> pd.DataFrame:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, SymmetricalLogLocator
 
 from quicksilver.models.loading import EMBEDDED
 from quicksilver.records.record import Record
@@ -177,39 +177,38 @@ _WIDE = 8.0  # a greater ratio of costs is drawn on a logarithmic axis
 
 
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
-    """Perplexity on the left, KL on the right, a line a signal; the model of another family stands apart."""
+    """Perplexity above, KL below, a line a signal; models that were trained longer stand apart."""
     frame = measured(outcomes)
     drawn = frame[frame["key"].isin(TECHNIQUES) & frame["kl_nats"].notna()]
     with style():
-        drawing, axes = panels(1, 4, size=(13.0, 5.2), gridspec_kw={"width_ratios": [3.4, 1.8, 3.4, 1.8]})
-        for place, (cost, (_, label)) in enumerate(_COSTS.items()):
-            rungs, others = axes[0, 2 * place : 2 * place + 2]
-            others.sharey(rungs)
+        drawing, axes = panels(2, 2, size=(9.4, 7.6), sharex="col", sharey="row", width_ratios=[3.4, 1.8])
+        for (cost, (_, label)), (rungs, others) in zip(_COSTS.items(), axes, strict=True):
             _draw(rungs, drawn[drawn["panel"].isin(LADDER)], cost, by_size=True)
             _draw(others, drawn[drawn["panel"].isin(OTHERS)], cost, by_size=False)
             rungs.set_ylabel(label)
             if (drawn[f"{cost}_low"] > 0).all() and drawn[cost].max() > _WIDE * drawn[cost].min():
                 rungs.set_yscale("log")
                 rungs.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-                rungs.yaxis.set_major_formatter("{x:g}")
-                rungs.yaxis.set_minor_formatter(NullFormatter())
-            else:
+            else:  # linear to 1 on either side of 0, where most are
+                rungs.set_yscale("symlog", linthresh=1)
+                rungs.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=1, subs=(1, 2, 5)))
                 for plot in (rungs, others):
                     plot.axhline(0, color=GREY, linewidth=0.8, linestyle="-", marker="")
-            rungs.set_title("GPT-2 by size, trained alike")
-            others.set_title("Trained longer")
-            others.tick_params(labelleft=False, which="both")
+            rungs.yaxis.set_major_formatter("{x:g}")
+            rungs.yaxis.set_minor_formatter(NullFormatter())
             others.set_visible(drawn["panel"].isin(OTHERS).any())
+        axes[0, 0].set_title("GPT-2 by size, trained alike")
+        axes[0, 1].set_title("Trained longer")
         handles = axes[0, 0].get_legend_handles_labels()[0] or axes[0, 1].get_legend_handles_labels()[0]
-        letters(drawing, 9.5)
+        letters(drawing, 9)
         if handles:
             legend_below(
                 drawing,
                 handles,
                 ncols=len(handles),
                 title="Which tokens of the prompt are dropped",
-                fontsize=10,
-                title_fontsize=10,
+                fontsize=9,
+                title_fontsize=9,
             )
     caption = (*_said(outcomes, frame), *sweeps.notes(outcomes, name))
     return Figure(

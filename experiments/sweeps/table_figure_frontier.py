@@ -131,4 +131,14 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         f"to +{cost:.1f}%; its {saved:g}% of FLOPs are counted by another formula, of another model, and have no place on this axis. "
         "In the right picture points are moved sideways a little, so that bars do not cover each other."
     )
-    return Figure(name, "Work of a prompt saved against perplexity lost", frame, drawing, (said, *sweeps.notes(outcomes, name)))
+    title, caption = "Work of a prompt saved against perplexity lost", (said, *sweeps.notes(outcomes, name))
+    return Figure(name, title, frame, drawing, caption, finding=_finding(frame))
+
+
+def _finding(frame: pd.DataFrame) -> str:
+    """What about 40% of the work costs, by what is predicted, by age and by the paper's signal; nothing where one was not measured."""
+    apart = (frame["prompt_executed_flops_saved_pct"] - 40).abs()
+    near = frame.loc[apart[apart < 2].index].assign(apart=apart).sort_values("apart").groupby("section")["delta_ppl_pct"].first()
+    said = {"predicted": "predicting K/V", "position": "dropping the oldest", "drift": "dropping by least drift (paper)"}
+    costs = [f"{what} {near[TECHNIQUES[key][0]]:+.1f}%" for key, what in said.items() if TECHNIQUES[key][0] in near]
+    return f"Perplexity when 40% of a prompt's work goes: {', '.join(costs)}" if len(costs) == len(said) else ""

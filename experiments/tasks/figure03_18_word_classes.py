@@ -68,13 +68,14 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
 
 
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
-    """One small picture a task; grey where the dense model is not above chance."""
+    """One picture a task in which the dense model is above chance; where it is in none, all of them in grey."""
     drawn = frame(outcomes)
     if drawn.empty:
         raise ConfigError("no run has a record, and there is nothing to draw without one")
-    tasks = [task for task in TASKS if (drawn["task"] == task).any()]
+    there = [task for task in TASKS if (drawn["task"] == task).any()]
+    tasks = [task for task in there if drawn.loc[drawn["task"] == task, "above_chance"].all()] or there
     with style():
-        drawing, axes = panels(1, len(tasks), size=(9, 4.0), width_ratios=[2.2 if task in WITH_NULL else 1 for task in tasks])
+        drawing, axes = panels(1, len(tasks), size=(4 + 3.4 * len(tasks), 4.0))
         for axis, task in zip(axes[0], tasks, strict=True):
             _draw(axis, drawn[drawn["task"] == task], scores.TASKS[task][0])
         axes[0, 0].set_ylabel("points lost (100 × the metric)")
@@ -98,7 +99,7 @@ def _draw(axis: Axes, rows: pd.DataFrame, title: str) -> None:
     chance = not bool(rows["above_chance"].iloc[0])
     for i, ((words, random), line) in enumerate(rows.groupby(["words", "random"], sort=False)):
         place = CLASSES.index(str(words))
-        look: dict[str, Any] = {"color": GREY if chance else _COLOURS[str(words)], "markersize": 4, "capsize": 2.5}
+        look: dict[str, Any] = {"color": GREY if chance else _COLOURS[str(words)], "markersize": 5, "capsize": 2.5}
         look |= {
             "marker": MARKERS[place + 2 * random],
             "linestyle": DASHES[2 if random else place],
@@ -106,7 +107,7 @@ def _draw(axis: Axes, rows: pd.DataFrame, title: str) -> None:
         }
         error = whiskers(line["lost"], line["lost_low"], line["lost_high"])
         label = f"as many random tokens as {words} words" if random else f"{words} words"
-        axis.errorbar(line["depth_layers"] + 0.12 * (i - 1.5), line["lost"], yerr=error, label=label, **look)
+        axis.errorbar(line["depth_layers"] + 0.25 * (i - 1.5), line["lost"], yerr=error, label=label, **look)
     axis.axhline(0, color="black", linewidth=0.8, marker="")
     axis.set(title=f"{title}{' (dense is at chance)' if chance else ''}", xlabel="layer after which they stop")
     low, high = axis.get_ylim()
@@ -120,7 +121,7 @@ def _caption(drawn: pd.DataFrame, outcomes: Sequence[Outcome]) -> tuple[str, ...
         title, first = scores.TASKS[str(task)][0], rows.iloc[0]
         if not first["above_chance"]:
             dense = f"dense {first['metric']} {first['dense_score']:.1f}"
-            said.append(f"{title}: {dense} is not above chance, so its grey lines say nothing.")
+            said.append(f"{title}: {dense} is not above chance, so nothing can be lost there.")
             continue
         chosen = rows[~rows["random"].astype(bool)].to_dict("records")
         parts = [f"{one['words']} after layer {one['depth_layers']} {_interval(one, 'lost')}" for one in chosen]
@@ -131,11 +132,11 @@ def _caption(drawn: pd.DataFrame, outcomes: Sequence[Outcome]) -> tuple[str, ...
             said.append(f"Lost beyond as many random tokens: {', '.join(parts)}.")
     missing = len(outcomes) - len(drawn)
     return (
-        *said,
         "Bars: 95% intervals, paired by example. A loss below what so many examples show four times in five (`smallest_seen` in the data) is "
         "none that could have been seen; the paper's 0.2 points are far below it.",
         "Function words: a closed list of English, whole words of one token; content words: all other tokens with letters; the first token "
         "and the deciding last one of a prompt never stop. Stopped tokens are dropped: later layers do not see them.",
+        *said,
         *((f"{missing} of {len(outcomes)} runs have no record.",) if missing else ()),
         *provenance.notes(outcomes),
     )

@@ -135,9 +135,9 @@ class MakesRuns(Command):
         workers: of a sweep: processes at once, of a launcher that has several; None: as the launcher's yaml says.
     """
 
-    plan: bool = key("true", "only say what would run, and what it would take on this machine (docs/recipes.md)", False)
+    plan: bool = key("true", "only say what would run, and how long it would take on this machine (docs/recipes.md)", False)
     yes: bool = key("true", "start what is said to take more than an hour", False)
-    workers: Positive | None = key("N", "processes at once; as it comes, one a core, or as the launcher's yaml says")
+    workers: Positive | None = key("N", "processes at once; default: one a core, or as the launcher's yaml says")
 
 
 @dataclass

@@ -26,6 +26,7 @@ from quicksilver.runtime.reading import parse_json, read_json
 from quicksilver.runtime.trace import pack
 
 _INDEX = "answers.json"  # beside the records (answers.py)
+ADDED = "added.json"  # beside them too: those that no table names, for the leaderboard
 _LARGE_BYTES = 1_500_000  # of one file, as it would be kept
 
 
@@ -77,7 +78,7 @@ def commit_records(store: Store, wanted: Mapping[str, Collection[str]]) -> list[
 def _check_own(folder: Path) -> None:
     """Refuse a folder that holds more than `keep` writes into it: all of it is about to be replaced."""
     refuse_link(folder)
-    own = {archive.RECORDS, archive.WINDOWS, _INDEX}
+    own = {archive.RECORDS, archive.WINDOWS, _INDEX, ADDED}
     for name in archive.names(folder):
         own |= {f"{name}/{file}" for file in parse_json(archive.text(folder, name) or "{}").get("files", ())}
     for place, folders, files in os.walk(folder):

@@ -21,6 +21,7 @@ import pandas as pd
 
 from quicksilver.files import write_files
 from quicksilver.report.table import Written, csv, values, wrapped, written_of
+from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:  # matplotlib is for who draws: a file that makes a table as well imports this one
     from matplotlib.axes import Axes
@@ -36,13 +37,15 @@ SEQUENTIAL = "viridis"  # lightness rises all the way: heatmaps stay readable in
 DIVERGING = "RdBu_r"  # for values of both signs: white is 0
 GREY = "#8a8a8a"
 
-_CAPTION_SIZE = 6.5  # points
-_CHARACTERS_AN_INCH = 20  # of the caption's font, with a little room to spare
+LETTERS = 8.0  # points: nothing in a picture is smaller
+_CHARACTERS_AN_INCH = 16  # of the caption's font, with a little room to spare
+_BOLD_AN_INCH = 12  # of the finding's
 _DPI = 160
 _COLOURS = 256
 _CAPTION_LINES = 4
 _MOST_ROWS = 500  # in the JSON: longer frames are drawn from traces, and nobody looks records up in them
 _SENTENCE_ENDS = re.compile(r"(?<=[a-z0-9)%”\]][.!?]) (?=[A-Z])")
+_RUN_DATA = re.compile(r"(Protocol \w+: )?Model: |Made by `")  # `provenance.notes` begin so, and what a study says of itself
 MADE = "How it was made"
 
 
@@ -55,8 +58,8 @@ class Figure:
         title: one line above the picture.
         frame: what is drawn, in pandas; written as CSV.
         drawing: made inside `style()`, see `panels`.
-        caption: what is shown, then how it was made (`report.provenance.notes`). The first sentences stand below the picture, as many as fit
-            into four lines; all others under "How it was made" in text and on pages.
+        caption: what is shown, then how it was made (`report.provenance.notes`). The first sentences of what is shown stand in the picture,
+            as many as fit into four lines. All others stand under "How it was made" in text and on pages.
         extras: further files by their suffix, for example `{"gif": …}`.
         finding: what was found, a sentence made of the data. It stands above the title in the picture, and only there.
         records, claims: as of a `Table`.
@@ -80,9 +83,11 @@ class Figure:
         return "\n".join([self.title, "=" * len(self.title), "", *lines]) + "\n"
 
     def shown(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The caption in two: what stands below the picture, at most four of its lines, and how the figure was made."""
+        """The caption in two: what stands in the picture, at most four lines about what it shows, and how the figure was made."""
         characters = int(self.drawing.get_figwidth() * _CHARACTERS_AN_INCH)
         for place, part in enumerate(self.caption):
+            if _RUN_DATA.match(part):
+                return self.caption[:place], self.caption[place:]
             sentences = _SENTENCE_ENDS.split(part)
             for count in range(len(sentences)):
                 head = (*self.caption[:place], " ".join(sentences[: count + 1]))
@@ -117,29 +122,40 @@ class Figure:
         return written_of("figure", self, rows, caption=caption, legend=legend, pictures=pictures)
 
     def write(self, folder: Path, *, svg: bool = False) -> list[Path]:
-        """Write `<name>.png`, `.csv`, `.json`, the extras and, if asked, `.svg` into `folder`; each file appears whole or not at all."""
-        contents: dict[str, bytes] = {"svg": self.svg()} if svg else {}
-        contents |= {"png": self.png(), "csv": self.csv().encode(), "json": self.written().json(), **self.extras}
+        """Write `<name>.png`, `.csv`, `.json`, the extras and, if asked, `.svg` into `folder`; each file appears whole or not at all.
+
+        An older `.svg` is removed where none is asked for: pages would show it in the place of the new picture.
+        """
+        if not svg:
+            (folder / f"{self.name}.svg").unlink(missing_ok=True)
+        contents = {"png": self.png(), "csv": self.csv().encode(), "json": self.written().json(), **self.extras}
+        contents |= {"svg": self.svg()} if svg else {}
         return write_files(folder, {f"{self.name}.{suffix}": content for suffix, content in contents.items()})
 
     def _picture(self, kind: str, metadata: Mapping[str, Any]) -> bytes:
+        from matplotlib.text import Text
+
         inches, height = self.drawing.get_figwidth(), self.drawing.get_figheight()
         lines = [line for part in self.shown()[0] for line in textwrap.wrap(part, int(inches * _CHARACTERS_AN_INCH))]
         # Outside the canvas, where no layout engine moves them; the tight bounding box takes them in.
-        below: dict[str, Any] = dict(va="top", ha="left", size=_CAPTION_SIZE, color="#333333", linespacing=1.3)
-        head: dict[str, Any] = dict(weight="bold", size=10)
-        texts = [
-            self.drawing.text(
-                0, 1 + 0.08 / height, self.title, va="bottom", ha="left", **({"size": 8} if self.finding else head)
-            ),
-            self.drawing.text(0, 1 + 0.25 / height, self.finding, va="bottom", ha="left", **head),
-            self.drawing.text(0, -0.08 / height, "\n".join(lines), **below),
-        ]
+        below: dict[str, Any] = dict(va="top", ha="left", size=LETTERS, color="#333333", linespacing=1.3)
+        bold: dict[str, Any] = dict(weight="bold", size=10)
+        for text in self.drawing.findobj(Text):
+            if text.get_visible() and text.get_text().strip() and float(text.get_fontsize()) < LETTERS:
+                raise ConfigError(
+                    f"{self.name}: {text.get_text()!r} has {text.get_fontsize():g} points, and {LETTERS:g} are the least."
+                )
+        above, texts = 0.08, list[Text]()
+        for head, look in ((self.title, {"size": LETTERS} if self.finding else bold), (self.finding, bold)):
+            folded = textwrap.wrap(head, int(inches * (_CHARACTERS_AN_INCH if "weight" not in look else _BOLD_AN_INCH)))
+            texts.append(self.drawing.text(0, 1 + above / height, "\n".join(folded), va="bottom", ha="left", **look))
+            above += 0.17 * len(folded)
+        texts.append(self.drawing.text(0, -0.08 / height, "\n".join(lines), **below))
         content = io.BytesIO()
-        look: dict[str, Any] = dict(format=kind, dpi=_DPI, bbox_inches="tight", pad_inches=0.12)
+        saved: dict[str, Any] = dict(format=kind, dpi=_DPI, bbox_inches="tight", pad_inches=0.12)
         try:
             with style():
-                self.drawing.savefig(content, metadata=dict(metadata), **look)
+                self.drawing.savefig(content, metadata=dict(metadata), **saved)
         finally:
             for text in texts:
                 text.remove()
@@ -182,7 +198,6 @@ def percent_of_shares(shares: Any) -> np.ndarray:
 # --- names that cover nothing, and heatmaps whose numbers can be read ----------------------------------------------------------
 
 
-_SIZE = 6.5  # points
 _STROKE_STEP = 4.0  # pixels
 
 
@@ -196,13 +211,13 @@ def heat_look(values: np.ndarray) -> dict[str, Any]:
     return {"cmap": SEQUENTIAL, "norm": Normalize(low, high)}
 
 
-def write_cells(plot: Axes, values: np.ndarray, texts: Mapping[tuple[int, int], str], size: float = _SIZE) -> None:
+def write_cells(plot: Axes, values: np.ndarray, texts: Mapping[tuple[int, int], str]) -> None:
     """Text into the cells (row, column) of the heatmap that `plot` shows, black or white, whichever its colour leaves readable."""
     image = plot.images[-1]
     for (row, column), text in texts.items():
         red, green, blue, _ = image.to_rgba(np.array([values[row, column]]))[0]
         dark = 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.5
-        plot.text(column, row, text, ha="center", va="center", fontsize=size, color="white" if dark else "black")
+        plot.text(column, row, text, ha="center", va="center", color="white" if dark else "black")
 
 
 def letters(drawing: Drawing, points: float) -> None:
@@ -240,7 +255,7 @@ def label_ends(plot: Axes, ends: Sequence[tuple[float, float, str, str]], gap: f
     points.sort()
     for (up, across, text, colour), height in zip(points, spread([up for up, *_ in points], gap), strict=True):
         plot.annotate(
-            text, (across, up), (1.03, height), "axes fraction", "axes fraction", fontsize=_SIZE, color=colour, va="center", annotation_clip=False,
+            text, (across, up), (1.03, height), "axes fraction", "axes fraction", color=colour, va="center", annotation_clip=False,
             arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkA": 1, "shrinkB": 2, "alpha": 0.6, "relpos": (0, 0.5)},
         )  # fmt: skip
 
@@ -253,7 +268,7 @@ def spread(places: Sequence[float], gap: float) -> list[float]:
     return list(isotonic_regression(np.asarray(places) - least).x + least)
 
 
-def label_points(drawing: Drawing, labels: Mapping[Axes, Sequence[tuple[float, float, str]]], size: float = 5.5) -> None:
+def label_points(drawing: Drawing, labels: Mapping[Axes, Sequence[tuple[float, float, str]]], size: float = LETTERS) -> None:
     """Write a text beside each point, where it covers no other text, point or legend of its axes; farther away, with a line, where it is tight.
 
     Args:

@@ -42,7 +42,7 @@ SAVED = {
 # What a panel shows unless it says otherwise, the nominal ledger first: on a small model what deciding costs hides the rest.
 WHOLE = ("nominal_flops_saved_pct", "executed_flops_saved_pct", "paper_flops_saved_pct")
 PROMPT = ("prompt_nominal_flops_saved_pct", "prompt_executed_flops_saved_pct", "kv_bytes_saved_pct")
-_PLOTS_A_LINE = 3
+_PLOTS_A_LINE = 4
 _WIDE = 8  # costs that differ by more than this factor are drawn on a logarithmic axis
 _PROMPT_LEDGERS = ("nominal", "paper")  # `against_dense` has the executed one
 LEGEND = (
@@ -243,7 +243,10 @@ def figure(outcomes: Sequence[Outcome], name: str, title: str, sweeps: Sequence[
     drawn = ["panel", "section", "key", *(key for sweep in sweeps for key in sweep.axes()), *(sweep.shown[0] for sweep in sweeps)]
     costs = [name for name in rows if re.fullmatch(r"(base_)?delta_ppl_pct(_low|_high)?", name)]
     wanted = [*dict.fromkeys(drawn), *costs, "front", "record"]
-    return Figure(name, title, rows[wanted], drawing, (said, *notes(outcomes, name)))
+    lows = rows.loc[rows["section"].eq(""), sorted(one for one in costs if one.endswith("_low"))]
+    low = lows.bfill(axis=1).iloc[:, 0].dropna()  # against the base where there is one
+    finding = f"{int((low > 0).sum())} of {len(low)} settings cost perplexity beyond their 95% interval"
+    return Figure(name, title, rows[wanted], drawing, (said, *notes(outcomes, name)), finding=finding if len(low) else "")
 
 
 def notes(outcomes: Sequence[Outcome], name: str) -> tuple[str, ...]:
@@ -272,7 +275,7 @@ def draw_front(plot: Any, rows: pd.DataFrame, sweep: Sweep) -> list[tuple[float,
     plot.set_ylabel(f"Δ perplexity, % of {sweep.base or 'dense'}")
     plot.margins(x=0.15, y=0.12)
     if outer and not swept.empty:
-        plot.legend(fontsize=6)
+        plot.legend()
     values = swept[inner].astype(str).str.strip("[]").str.replace(",", " to ")
     return list(zip(swept[gain].astype(float), swept[cost].astype(float), values, strict=True))
 

@@ -11,7 +11,19 @@ import pandas as pd
 from matplotlib.colors import BoundaryNorm
 
 from quicksilver.report.artefacts import Outcome, artefact
-from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, SEQUENTIAL, Figure, letters, panels, style, whiskers
+from quicksilver.report.figure import (
+    DASHES,
+    GREY,
+    MARKERS,
+    PALETTE,
+    SEQUENTIAL,
+    Figure,
+    label_ends,
+    legend_below,
+    panels,
+    style,
+    whiskers,
+)
 
 from . import tables as results
 
@@ -37,20 +49,15 @@ def figure_detection(outcomes: Sequence[Outcome], name: str) -> Figure:
     found = results.summary()
     timed = "encoder_latency_ratio" in found
     with style():
-        drawing, plots = panels(2 + timed, 2, size=(7.4, 9.6 if timed else 6.6))
-        _curves(plots[0, 0], found, "tokens", "ap", 100.0)
-        _curves(plots[0, 1], found, "tokens", "ap_unrecycled", 100.0)
-        _curves(plots[1, 0], found, "executed_flops_saved_pct", "ap", 1.0)
-        if timed:
-            _curves(plots[2, 0], found, "encoder_latency_ratio", "ap", 100.0)
-            _curves(plots[2, 1], found, "encoder_latency_ratio", "ap_unrecycled", 100.0)
-        if not found.empty:
-            # Curves cross every corner of the plots: below them.
-            drawing.set_layout_engine("constrained", rect=(0, 0.11, 1, 0.89))
-            handles = plots[0, 0].get_legend_handles_labels()
-            drawing.legend(*handles, loc="lower center", bbox_to_anchor=(0.5, 0.0), ncols=2, borderaxespad=0)
+        drawing, plots = panels(2, 2 + timed, size=(10.6 if timed else 7.4, 6.0))
+        for line, ap in zip(plots, ("ap", "ap_unrecycled"), strict=True):
+            _curves(line[0], found, "tokens", ap, 100.0)
+            line[0].set_ylabel("average precision")
+            if timed:
+                _curves(line[2], found, "encoder_latency_ratio", ap, 100.0)
+        _curves(plots[0, 1], found, "executed_flops_saved_pct", "ap", 1.0)
         _training(plots[1, 1], results.frame("curves"))
-        letters(drawing, 8.5)
+        legend_below(drawing, plots[0, 0].get_legend_handles_labels()[0], ncols=3)
     caption = (
         "Detectors of cars and pedestrians in lidar-like scenes; bars reach from the least to the greatest of the seeds. Random and norm halt as many "
         "tokens after each layer as the gates with box weights. Operations and time are in percent of the dense detector's, of the wider one's, too.",
@@ -74,11 +81,12 @@ def _finding(found: pd.DataFrame) -> str:
 def _curves(plot: Any, found: pd.DataFrame, across: str, ap: str, scale: float) -> None:
     """AP of every policy against a column, with the dense detector's as a line."""
     plot.set_title("Recycled" if ap == "ap" else "Not recycled")
-    plot.set_ylabel("average precision")
     plot.set_ylim(-0.02, 0.7)
     plot.set_xlabel(ACROSS[across])
     if found.empty:
         return
+    dense = found.loc[found["detector"] == "control", ap].iloc[0]
+    plot.axhline(dense, color=GREY, linewidth=0.9, label="dense, trained as long")
     for place, key in enumerate(CURVES):
         points = found[(found["detector"] == key[0]) & (found["policy"] == key[1])].dropna(subset=[across]).sort_values(across)
         if points.empty:
@@ -89,8 +97,6 @@ def _curves(plot: Any, found: pd.DataFrame, across: str, ap: str, scale: float) 
             scale * points[across], points[ap], yerr=spread, label=results.LABELS[key], color=PALETTE[place], marker=MARKERS[place],
             linestyle=DASHES[place], elinewidth=0.7, capsize=1.5,
         )  # fmt: skip
-    (dense,) = found[found["detector"] == "control"][ap]
-    plot.axhline(dense, color=GREY, linewidth=0.9, label="dense, trained as long")
 
 
 def _training(plot: Any, trained: pd.DataFrame) -> None:
@@ -172,6 +178,7 @@ def figure_detection_size(outcomes: Sequence[Outcome], name: str) -> Figure:
         plot.set_xscale("log", base=2)
         plot.set_ylim(0, 1.1)
         groups = [] if found.empty else found.groupby(["pillars", "scenes_a_pass"])
+        ends: list[tuple[float, float, str, str]] = []
         for place, ((pillars, scenes), points) in enumerate(groups):
             said = f"{pillars} pillars, {'one scene' if scenes == 1 else f'{scenes} scenes'} a pass"
             points = points.sort_values("width")
@@ -180,18 +187,25 @@ def figure_detection_size(outcomes: Sequence[Outcome], name: str) -> Figure:
                 (points["latency_ratio_high"] - points["latency_ratio"]) * share,
                 (points["latency_ratio"] - points["latency_ratio_low"]) * share,
             ]
-            plot.errorbar(
-                points["width"], points["realized"], yerr=spread, label=said, color=PALETTE[place], marker=MARKERS[place],
-                linestyle=DASHES[place], elinewidth=0.7, capsize=1.5,
-            )  # fmt: skip
+            look: dict[str, Any] = {"color": PALETTE[place], "marker": MARKERS[place], "linestyle": DASHES[place]}
+            plot.errorbar(points["width"], points["realized"], yerr=spread, elinewidth=0.7, capsize=1.5, **look)
+            ends.append((float(points["width"].iloc[-1]), float(points["realized"].iloc[-1]), said, PALETTE[place]))
         if not found.empty:
             widths = sorted(set(found["width"]))
             plot.set_xticks(widths, [str(width) for width in widths])
             plot.minorticks_off()
-            plot.axhline(ASKED, color=GREY, linewidth=0.9, label=f"{ASKED:g} of the FLOPs saved")
-            plot.legend()
+            plot.axhline(ASKED, color=GREY, linewidth=0.9)
+            label_ends(plot, [*ends, (plot.get_xlim()[1], ASKED, f"{ASKED:g} of the FLOPs saved", GREY)])
     caption = (
-        "Encoders of 4 layers with drawn weights, of which 35%, 20% and 15% of the tokens are left after the first three layers; bars: quartiles of the "
-        f"rounds. Made by `{results.COMMAND} --sizes-only`.",
+        "Encoders of 4 layers with drawn weights. 35%, 20% and 15% of the tokens are left after the first three layers. Bars: quartiles of the rounds.",
+        f"Made by `{results.COMMAND} --sizes-only`.",
     )
-    return Figure(name, "Time saved by halting, by size", found, drawing, caption)
+    return Figure(name, "Time saved by halting, by size", found, drawing, caption, finding=_finding_of_size(found))
+
+
+def _finding_of_size(found: pd.DataFrame) -> str:
+    """How much of the saved operations is saved time in the narrowest encoder and in the widest."""
+    if found.empty:
+        return ""
+    least = found.groupby("width")["realized"].min().sort_index()
+    return f"At width {least.index[0]} at least {least.iloc[0]:.2f} of the saved FLOPs are saved time; at width {least.index[-1]}, {least.iloc[-1]:.2f}"

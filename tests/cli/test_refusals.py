@@ -50,7 +50,6 @@ COMMANDS = [
     ("reproduce table 11 dataset=python-doc", ["dataset=python-doc", "python-docs"]),
     ("reproduce table 11 protocol=all", ["protocol=all", "quicksilver run"]),
     ("reproduce table 11 modules.halting.tau_drift=p10", ["modules.halting.tau_drift=p10", "quicksilver run"]),
-    ("reproduce all svg=true", ["svg=true", "reproduce figure 8 svg=true"]),
     ("reproduce table 11 dataset.windows=4", ["dataset.windows=4", "at least 8"]),
     ("reproduce table 11 measure.latency.repeat=4", ["measure.latency.repeat", "measure.latency.repeats"]),
 ]

@@ -7,6 +7,7 @@ from itertools import combinations
 
 import numpy as np
 import pandas as pd
+import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
@@ -27,6 +28,7 @@ from quicksilver.report.figure import (
     whiskers,
     write_cells,
 )
+from quicksilver.runtime.errors import ConfigError
 
 
 def figure(caption: tuple[str, ...] = ("Model: m.", "Records: r."), extras: dict[str, bytes] | None = None) -> Figure:
@@ -50,23 +52,35 @@ def test_the_same_data_gives_the_same_bytes(tmp_path):
     assert max(map(len, text.splitlines())) <= 40
     long = dataclasses.replace(figure(), frame=pd.DataFrame({"value": range(501), "record": "a" * 20}))  # stands in the CSV alone
     assert (long.written().rows, long.written().records, len(long.csv().splitlines())) == ((), ("a" * 20,), 502)
-    (vector, *_) = figure().write(tmp_path / "c", svg=True)  # on demand
+    (*_, vector) = figure().write(tmp_path / "c", svg=True)  # on demand
     assert vector.name == "figure04.svg"
+    assert vector not in figure().write(tmp_path / "c")
+    assert not vector.exists()  # of an older picture
     again = figure()
     assert again.png() == again.png()  # writing leaves nothing on the drawing
     assert again.svg() == again.svg()
 
 
-def test_title_and_caption_are_in_the_picture():
-    plain, long = figure(), figure(caption=("Model: m.", "Records: r.", *("A further sentence of the caption. " * 12,) * 3))
+def test_the_title_is_in_the_picture_and_run_data_stand_below_it_on_the_page():
+    made_by = ("Model: m.", "Records: r.")
+    plain, long = figure(made_by), figure(caption=("Up: cost.", *("A further sentence of the caption. " * 12,) * 3, *made_by))
     assert len(long.svg()) > len(plain.svg())
     # Four lines at most, whole sentences; the rest is said elsewhere, and nothing is lost.
     shown, made = long.shown()
-    assert len([line for part in shown for line in textwrap.wrap(part, 140)]) <= 4
-    assert shown[:2] == ("Model: m.", "Records: r.")
+    assert len([line for part in shown for line in textwrap.wrap(part, 112)]) <= 4
+    assert (shown[0], made[-2:]) == ("Up: cost.", made_by)
     assert "".join((*shown, *made)).count("A further sentence of the caption.") == 36
-    assert plain.shown() == (plain.caption, ())
+    assert plain.shown() == ((), made_by)
     assert (long.written().caption, long.written().legend) == (shown, made)
+    found = dataclasses.replace(plain, finding="A finding that is wider than its picture and goes on below. " * 3)
+    with style():  # it is folded, and makes the picture higher and not wider
+        wide, high = (Image.open(io.BytesIO(one.png())).size for one in (plain, found))
+    assert high[0] <= 1.02 * wide[0]
+    assert high[1] > wide[1]
+    small = figure()
+    small.drawing.text(0.5, 0.5, "small", size=7)
+    with pytest.raises(ConfigError, match="figure04: 'small' has 7 points, and 8 are the least"):
+        small.png()
     with style():
         heights = [Image.open(io.BytesIO(one.png())).height for one in (plain, long)]
     assert heights[1] > heights[0]

@@ -35,9 +35,9 @@ class Demo(Command):
     quicksilver demo save=0.5 model=reference-llama
     quicksilver demo save=0.2 text="A paragraph of your own, of some length."
 
-    The first three quarters of the text are a prompt, the rest is scored from the cache that the prompt left. Two ways of saving the prompt's
-    work are shown: the oldest tokens are dropped early and nearly all others stop later, with their keys and values predicted (the model's own
-    schedule, chosen for save=0.4 or 0.5); at other shares, the tokens that get the least attention leave early. No download.
+    The first three quarters of the text are a prompt. The rest is scored from the cache that the prompt left. For save=0.4 or 0.5 it uses the
+    model's own schedule: the oldest tokens are dropped early. Nearly all others stop later, and their keys and values are predicted. At other
+    shares, the tokens that get the least attention leave early. Nothing is downloaded.
     """
 
     save: InnerShare = key(

@@ -26,17 +26,23 @@ PARTS = ("runtime", "prediction", "quantization", "break_even", "scaling", "leng
 class Keep(ResultsFolder):
     """
     quicksilver dev keep
+    quicksilver dev keep add=[0a1b2c3d4e5f6a7b8c9d]
 
-    Of a record's further files, those parts are kept that a table or figure says it reads (READS in its file); a record of which a file is
-    larger than one and a half megabytes is not kept. Beside the records lies an index, which row of which table each of them answers. A table
-    that was measured here (NAME-mine) replaces the one of that name. Then `quicksilver reproduce all` writes the tables from what was kept.
+    With `add`, records of a method of yours join those of the repository, for the leaderboard. results/records/added.json names them.
+
+    Of a record's further files, those parts are kept that a table or figure says it reads (READS in its file). A record of which a file is
+    larger than one and a half megabytes is not kept. Beside the records lies an index: which row of which table each of them answers. A table
+    that was measured here (NAME-mine) replaces the one of that name, unless records are added. Then `quicksilver reproduce all` writes the
+    tables from what was kept.
     """
+
+    add: list[str] | None = key("[RECORD,…]", "fingerprints of finished runs, the names of their folders in results/runs")
 
     def main(self) -> int:
         """Copy the records."""
         from quicksilver.files import write_files
-        from quicksilver.records.keeping import commit_records
-        from quicksilver.records.store import KEPT, Store
+        from quicksilver.records.keeping import ADDED, commit_records
+        from quicksilver.records.store import KEPT, Store, read_object
         from quicksilver.report.artefacts import artefacts
         from quicksilver.report.reproduction import LOCAL_SUFFIX
         from quicksilver.report.table import read
@@ -45,11 +51,14 @@ class Keep(ResultsFolder):
         root = Path(self.results_dir)
         written = {path.stem: path for kind in ("tables", "figures") for path in sorted(root.glob(f"{kind}/*.json"))}
         written |= {path.stem: path for path in sorted(root.glob("claims*.json"))}
-        if not written:
+        if self.add:
+            written = {name: path for name, path in written.items() if not name.endswith(LOCAL_SUFFIX)}
+        added = sorted({*read_object(root / KEPT / ADDED).get("records", ()), *(self.add or ())})
+        if not written and not added:
             raise ConfigError(f"results_dir={root}: there is no table or figure in it whose records could be kept.")
         reads = {one.name: one.reads for one in artefacts()}
         mine = [name for name in written if name.endswith(LOCAL_SUFFIX)]
-        wanted: dict[str, set[str]] = {}
+        wanted: dict[str, set[str]] = {fingerprint: set() for fingerprint in added}
         for name, path in written.items():
             if f"{name}{LOCAL_SUFFIX}" in written:
                 continue  # measured anew
@@ -58,7 +67,8 @@ class Keep(ResultsFolder):
         pictures = {name: read(written[name]).pictures for name in mine}
         kept = commit_records(Store(root), wanted)
         index = json.dumps(RecordIndex(root).index(), indent=1) + "\n"
-        write_files((root / INDEX).parent, {(root / INDEX).name: index.encode()})
+        more = {ADDED: (json.dumps({"records": added}, indent=1) + "\n").encode()} if added else {}
+        write_files((root / INDEX).parent, {(root / INDEX).name: index.encode(), **more})
         for name in mine:
             for file in (*(f"{name}.{suffix}" for suffix in ("md", "csv", "tex", "json", "svg")), *pictures[name]):
                 (written[name].parent / file).unlink(missing_ok=True)
@@ -73,8 +83,8 @@ class Variants(ResultsFolder):
     """
     quicksilver dev variants
 
-    A table or figure is written where all of its rows have a record. `quicksilver reproduce table 11 model=reference-llama` makes those of
-    one, and `dev variants`, `dev keep`, `dev variants` put them into the repository.
+    A table or figure is written where all of its rows have a record. To add one, type `quicksilver reproduce table 11 model=reference-llama`.
+    Then `dev variants`, `dev keep` and `dev variants` put it into the repository.
     """
 
     def main(self) -> int:
@@ -112,7 +122,7 @@ def _write_variant(variant: Variant, root: Path) -> dict[Artefact, str | None]:
         written = root / f"{artefact.kind}s" / f"{artefact.name}.json"
         found[artefact] = why_not(artefact.name, jobs, read(written).records if written.is_file() else ())
         if found[artefact] is None:
-            build(artefact, jobs, base, overrides)
+            build(artefact, jobs, base, overrides, svg=True)
     return {artefact: found[artefact] for artefact in artefacts()}
 
 

@@ -30,8 +30,8 @@ class List(ResultsFolder):
     quicksilver list sweep            the sweeps of the results folder
     quicksilver list sweep NAME       one of them: what is done, running, failed and waiting, and what was found so far
 
-    `quicksilver run -m …` makes a sweep; its name is the one given as name=…, or the one it prints. The same table is a page,
-    results/sweeps/NAME/index.html, which is written anew whenever a run begins or ends.
+    `quicksilver run -m …` makes a sweep. Its name is the one given as name=…, or the one it prints. The same table is a page:
+    results/sweeps/NAME/index.html. It is written anew whenever a run begins or ends.
     """
 
     most_names: ClassVar[int] = len(KINDS)
@@ -86,8 +86,8 @@ class Status(ResultsFolder):
     quicksilver status
     quicksilver status results_dir=/folder
 
-    Of each run that is being made: the window, windows a second, the time left, and the host, process and job of Slurm that makes it. The same
-    stands in progress.json beside the unfinished record. `quicksilver list sweep NAME` is the table of one sweep.
+    Prints of each unfinished run: its window, windows a second, time left, host, process and Slurm job. The same stands in progress.json
+    beside the unfinished record. `quicksilver list sweep NAME` is the table of one sweep.
     """
 
     def main(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 from typing import ClassVar
@@ -234,9 +235,10 @@ class New(Command):
             path.write_text(text, encoding="utf-8")
             print(path)
         test = next(path for path in files if path.name.startswith("test_"))
-        print(
-            f"\nChange them, and type\n  cd {folder}\n  python -m pytest {test.name}\n  {Template(NEXT[kind]).substitute(said)}"
-        )
+        steps = [f"cd {folder}", f"python -m pytest {test.name}", Template(NEXT[kind]).substitute(said)]
+        if find_spec("pytest") is None:
+            steps.insert(1, "pip install pytest")
+        print("\n  ".join(["\nChange them, and type", *steps]))
         return 0
 
 

@@ -58,16 +58,16 @@ class Reproduce(MakesRuns):
     quicksilver reproduce all
 
     One table or figure is timed on this machine. It reuses committed quality results after checking 8 windows of each run (records=checked).
-    records=own measures everything here; it is taken, and said, for what is drawn of decisions. `all` uses committed records (records=any) and
-    runs only what has none. A result with records of this machine is written as NAME-mine, beside the committed one.
+    records=own measures everything here. Figures of single decisions need that, so they set it and say so. `all` uses committed records
+    (records=any) and runs only what has none. A result with records of this machine is written as NAME-mine, beside the committed one.
 
-    `quicksilver list` names every table and figure. Runs are cached: repeat a command to resume it. Of the keys of a run, a table or figure
-    sets protocol and modules itself.
+    `quicksilver list` names every table and figure. Runs are cached: repeat a command to resume it. A table or figure sets protocol and modules
+    itself.
     """
 
     takes = "run"
     most_names: ClassVar[int] = 2
-    svg: bool = key("true", "write a figure's vector graphics as well; not of `all`", False)
+    svg: bool = key("true", "write a figure's vector graphics as well: `quicksilver report` then shows pictures that zoom", False)
 
     @classmethod
     def next_names(cls, given: Sequence[str]) -> list[str]:
@@ -133,8 +133,6 @@ class Reproduce(MakesRuns):
         if what == "all":
             if number:
                 raise ConfigError(f"{number[0]!r} is not key=value: quicksilver reproduce all takes no number.")
-            if self.svg:
-                raise ConfigError("svg=true: say of which figure: quicksilver reproduce figure 8 svg=true.")
             return None
         if not number:
             raise ConfigError(f"Say which {what}: quicksilver reproduce {what} 11. `quicksilver list` names all of them.")
@@ -151,16 +149,16 @@ class Time(Command):
     quicksilver time table peers
     quicksilver time table 11 repeats=5 pause_min=10 records=own
 
-    Times of one process may not come again in the next. So each of `repeats` processes times all timed rows that have a record, in an order
-    drawn anew, beside the dense model, and leaves one file in results_dir/times. From then on the table prints the median over processes, with
-    their range. Rows are compared in processes of one machine that timed all of them. Nothing else should run on it meanwhile.
+    Times of one process may not repeat in the next. So several processes time all rows again, in random order, beside the dense model. Each
+    leaves one file in results_dir/times. The table then prints the median over processes, with their range. Only processes of one machine that
+    timed all rows are compared. Run nothing else meanwhile.
     """
 
     takes = "run"
     most_names: ClassVar[int] = 2
     repeats: Positive = key("3", "processes, one after another", 3)
     pause_min: Annotated[float, check_positive] = key("2", "minutes between two of them", 2.0)
-    rounds: Annotated[int, at_least(3)] = key("10", "of each row, in turns with the dense model, timed twice in each", 10)
+    rounds: Annotated[int, at_least(3)] = key("10", "rounds of each row, in turns with the dense model, timed twice in each", 10)
     next_names = Reproduce.next_names
 
     def main(self) -> int:

@@ -33,9 +33,9 @@ class Run(SweepOptions):
     quicksilver run --cfg job modules=[halting]     prints the composed config
     quicksilver run --help                          prints the groups and their choices
 
-    A run that has its record is not repeated. Of a sweep (-m), further keys: name=NAME, limit=20, workers=4, shard=true (docs/sweeps-and-budgets.md);
-    `quicksilver list sweep NAME` says how far it is. plan=true says what would run, and what it would take (docs/recipes.md); what would take
-    more than an hour starts with yes=true.
+    A run that has its record is not repeated. A sweep (-m) takes further keys: name=NAME, limit=20, workers=4, shard=true
+    (docs/sweeps-and-budgets.md). `quicksilver list sweep NAME` says how far it is. plan=true says what would run, and how long it would take
+    (docs/recipes.md). What takes more than an hour starts with yes=true.
     """
 
     takes = "all"
@@ -86,8 +86,8 @@ class LmEval(Command):
     quicksilver lm_eval --model_args pretrained=reference-gpt2,modules=halting_attention --tasks lambada_openai
     quicksilver lm_eval --model_args pretrained=gpt2,modules=halting_attention,modules.halting.halted_share=0.3 --tasks boolq --batch_size 8
 
-    Everything after the command is lm-eval's own (`quicksilver lm_eval run --help`); without --model, it is quicksilver. docs/lm-eval.md says
-    what --model_args takes. Needs pip install 'quicksilver[lm-eval]'.
+    Everything after the command is lm-eval's own: `quicksilver lm_eval run --help`. Without --model, the model is `quicksilver`. docs/lm-eval.md
+    says what --model_args takes. It needs pip install 'quicksilver[lm-eval]'.
     """
 
     takes = "all"

@@ -45,17 +45,16 @@ class Budget(Command):
     quicksilver budget cost=1 dial=fusion_attention transfer=wikitext103 data.root=/folder
     quicksilver budget save=[0.2,0.4] cost=2 sure=true model=gpt2-large dataset=wikitext103
 
-    The search reads the calibrating part of the text alone. A dial with a grid, as those of published methods have
-    (docs/sweeps-and-budgets.md), is set at each of its settings, and the setting of least KL to the dense model is taken. What it finds is
-    frozen, written as a module yaml, and reported on the test part and on other texts. Every step is a record: the same command goes on where
-    it was stopped. Without a budget it lists the dials.
+    The search reads the calibrating part of the text alone. Some dials have a grid of settings (docs/sweeps-and-budgets.md). Each of them is
+    searched, and the one of least KL to the dense model is taken. What it finds is frozen, written as a module yaml, and reported on the test
+    part and on other texts. Every step is a record: repeat a stopped command to resume it. Without a budget it lists the dials.
     """
 
     takes = "run"
     save: list[InnerShare] = key("SHARE", "save at least this share of the FLOPs; several: save=[0.2,0.4]", factory=list)
     cost: list[Annotated[float, check_positive]] = key("PCT", "percent of perplexity at most; several: cost=[1,2]", factory=list)
     sure: bool = key("true", "with cost: the upper end of the 95% interval counts", False)
-    of: Ledger = key("executed", "whose FLOPs save counts: executed, nominal, paper, or prompt_executed …", "executed")
+    of: Ledger = key("executed", "which FLOPs `save` counts: executed, nominal, paper or prompt_executed …", "executed")
     dial: str = key("NAME", "a file of conf/budget, or a yaml like those; default: halting_attention", "halting_attention")
     transfer: list[str] = key("[NAME,…]", "datasets on which the frozen dial is used too", factory=list)
     halvings: Positive = key("6", "steps of the search, at each setting", 6)
@@ -139,7 +138,7 @@ class Calibrate(Command):
     takes = "run"
     text: str | None = key("FILE", "a UTF-8 text file; default: the calibration part of the dataset")
     kv: bool = key("true", "also the attention that halted tokens receive, for tau_kv of kv_skipping", False)
-    last_queries: Positive = key("16", "with kv=true: queries that observe", 16)
+    last_queries: Positive = key("16", "with kv=true: so many last queries, whose attention counts", 16)
     output: str | None = key("FOLDER", "default: results_dir/calibration")
 
     def main(self) -> int:
@@ -192,9 +191,9 @@ class Fit(Command):
     quicksilver fit model=reference-gpt2 layers=[9] distill=120
     quicksilver fit model=reference-gpt2 lens=true
 
-    One dense pass over the fitting half of the calibration text, memory independent of its length; stopped and asked again it goes on where
-    it was. Paragraphs that share 13 words with the test part of any dataset at hand are left out, counted and recorded. Time and peak memory
-    are printed and written beside the maps (MODEL.cost.json). docs/predicted-kv.md
+    Makes one dense pass over the fitting half of the calibration text. Memory does not grow with the text. Repeat a stopped command to resume
+    it. Paragraphs that share 13 words with a test text at hand are left out, counted and recorded. Time and peak memory are printed, and written
+    beside the maps (MODEL.cost.json). More: docs/predicted-kv.md.
     """
 
     takes = "run"
@@ -278,8 +277,8 @@ class Schedule(Command):
     """
     quicksilver schedule model=reference-gpt2 save=[0.4,0.5] translators=[results/translators/reference-gpt2.layer9.safetensors]
 
-    Prints all candidates, best first, and writes the best of each budget; the rule is in docs/predicted-kv.md. No test text is read but to
-    leave out what it shares with the calibration text.
+    Prints all candidates, best first, and writes the best of each budget. The rule is in docs/predicted-kv.md. Test texts are read for one
+    purpose: to leave out what they share with the calibration text.
     """
 
     takes = "run"
@@ -288,7 +287,7 @@ class Schedule(Command):
     text: list[str] = key(
         "[a,b]", "calibration parts that are read; default: [python-docs,wikitext103]", factory=lambda: [*TEXTS]
     )
-    windows: Positive = key("64", "of the choosing half", 64)
+    windows: Positive = key("64", "windows of the choosing half", 64)
     output: str | None = key("FILE", "default: results_dir/translators/MODEL.schedules.yaml")
 
     def main(self) -> int:

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from quicksilver.files import fingerprint_of, plain_name
+from quicksilver.records import archive
 from quicksilver.records.record import Record
-from quicksilver.records.store import Store
+from quicksilver.records.store import KEPT, Store
 from quicksilver.report.artefacts import Artefact, artefacts
 from quicksilver.report.comparison import against_dense
-from quicksilver.report.reproduction import DEFAULT, make_command, of_name
+from quicksilver.report.reproduction import DEFAULT, LOCAL_SUFFIX, make_command, of_name
 from quicksilver.report.table import Value, Written, read, without_folders
 from quicksilver.runs.sweep import labels
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
@@ -79,6 +80,11 @@ class Piece:
     def pictures(self) -> list[str]:
         """Names of its pictures that are there."""
         return [name for name in self.written.pictures if self.has(name)] if self.written is not None else []
+
+    @property
+    def shown(self) -> str:
+        """The picture that a page shows: vector graphics, which zoom, where they were written beside the others."""
+        return vector if self.has(vector := f"{self.name}.svg") else self.pictures[0]
 
     @property
     def panels(self) -> dict[str, list[str]]:
@@ -141,7 +147,7 @@ class Collection:
         self._ledger = Piece("claims", "table", root, "the claims", "make claims")
         self.pieces = sorted(self._pieces(), key=lambda piece: piece.order)
         self.claims = self._claims()
-        made = sorted(path.parent.name for path in root.glob("runs/[!.]*/record.json"))
+        made = sorted({*(path.parent.name for path in root.glob("runs/[!.]*/record.json")), *self._committed()})
         if not any(piece.written for piece in self.pieces) and self.claims is None:  # nobody has made a table here
             self.problems.clear()
             if not made:
@@ -190,7 +196,7 @@ class Collection:
         if artefact is not None and name != artefact.name:
             piece.title += f" ({name.removeprefix(f'{artefact.name}-')})"  # of another model or text
         for entry in piece.written.entries:
-            if entry.get("status") == "failed":
+            if entry.get("status") == "failed" and not name.endswith(LOCAL_SUFFIX):  # one of this machine says it in its row
                 which = " ".join(str(entry.get(key) or "") for key in ("panel", "key")).strip()
                 self.note([piece], name, f"the run of its row {which} failed when it was made.")
         return piece
@@ -228,8 +234,16 @@ class Collection:
 
     # --- records ------------------------------------------------------------------------------------------------------------------
 
+    def _committed(self) -> list[str]:
+        """Fingerprints of the repository's records; no table names those of methods that others added."""
+        try:
+            return archive.names(self.root / KEPT)
+        except ConfigError as error:
+            self.note([], KEPT, str(error))
+            return []
+
     def _runs(self, made: Sequence[str], most_whole: int) -> dict[str, NamedRecord]:
-        """Every record that was made here or is named, and the dense record of each, by fingerprint."""
+        """Every record that was made here, is committed or is named, and the dense record of each, by fingerprint."""
         named: dict[str, list[Piece]] = {fingerprint: [] for fingerprint in made}
         judged = sorted({str(row["record"]) for row in self.claims or () if row.get("record")})
         for piece, names in (*((one, one.written.records) for one in self.pieces if one.written), (self._ledger, judged)):

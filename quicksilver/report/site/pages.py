@@ -29,6 +29,7 @@ from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import VERDICTS
 from quicksilver.report.site.collection import Collection, NamedRecord, Piece, Problem, flat, grouped
+from quicksilver.report.site.leaderboard import boards
 from quicksilver.report.site.views import bokeh_script, generated_texts, sweeps, token_views, windows_chart
 from quicksilver.report.table import PrintedPanel, amount, signed, without_folders
 
@@ -36,7 +37,9 @@ T = TypeVar("T")
 
 _ASSETS = ("site.css", "site.js", "charts.js", "tokens.js", "explorer.js", "runs.js")
 # Page to template; the first page last, because pages note what is missing.
-_PAGES = {"tokens": "tokens_index", "texts": "samples_index"} | {name: name for name in ("explorer", "claims", "index")}
+_PAGES = {"tokens": "tokens_index", "texts": "samples_index"} | {
+    name: name for name in ("explorer", "leaderboard", "claims", "index")
+}
 ROWS = 500  # of a page of runs
 _BETTER = {"Δppl": -1, "Δ perplexity": -1, "Δ far recall": -1, "KL × 100": -1} | dict.fromkeys(
     ("exec", "nominal", "exec, prompt", "FLOPs saved", "KV bytes", "speedup"), 1
@@ -90,7 +93,7 @@ class Site:
         ]
         pairs = ((title, [(one.record, one.dense) for one in members if one.record and one.dense]) for title, members in panels)
         about = _about([run.record for run in runs if run.record is not None])
-        shown = {"sweeps": without_folders(sweeps(pairs)), "about": about}
+        shown = {"sweeps": without_folders(sweeps(pairs)), "boards": boards(runs), "about": about}
         contents["assets/records.parquet"] = self._frame()
         parts = [runs[first : first + ROWS] for first in range(0, len(runs), ROWS)] or [[]]
         names = ["runs.html", *(f"runs-{number}.html" for number in range(2, len(parts) + 1))]
@@ -113,7 +116,8 @@ class Site:
         pictures, written = piece.pictures, piece.written
         if written is not None and len(pictures) < len(written.pictures):
             self.there.note([piece], piece.name, f"a picture of it is not in {piece.kind}s.")
-        contents = {f"files/{name}": (piece.folder / name).read_bytes() for name in (*pictures, piece.carried_data) if name}
+        carried = dict.fromkeys((*pictures, piece.shown if pictures else None, piece.carried_data))
+        contents = {f"files/{name}": (piece.folder / name).read_bytes() for name in carried if name}
         runs = [run for run in self.there.runs.values() if piece in run.pieces]
         shown: dict[str, Any] = {"linked": self._linked, "selections": self.there.selections(piece), **around}
         return contents | {f"{piece.name}.html": self._page("piece.html", piece=piece, pictures=pictures, runs=runs, **shown)}

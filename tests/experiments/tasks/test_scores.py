@@ -141,7 +141,7 @@ def test_a_task_at_chance_is_grey_and_says_so(tmp_path: Path) -> None:
     lines = [line for line in made.drawing.axes[0].get_lines() if len(line.get_xdata()) == len(drawn.DEPTHS)]
     assert lines
     assert {to_hex(line.get_color()) for line in lines} == {GREY}
-    assert "is not above chance, so its grey lines say nothing" in " ".join(made.text().split())
+    assert "is not above chance, so nothing can be lost there" in " ".join(made.text().split())
 
 
 def test_nothing_is_drawn_without_a_record() -> None:

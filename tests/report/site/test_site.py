@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -19,6 +20,7 @@ from harness_world import make_world
 from thinning import first
 
 from quicksilver.cli import main as console
+from quicksilver.records.identity import ProtocolEntry
 from quicksilver.records.record import CHECKSUM, RECORD, Record, checksum
 from quicksilver.records.store import Store
 from quicksilver.records.window_tokens import window_tokens
@@ -27,7 +29,8 @@ from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figure import Figure, panels, style
 from quicksilver.report.reproduction import DEFAULT, VARIANTS
 from quicksilver.report.site import views
-from quicksilver.report.site.collection import Collection
+from quicksilver.report.site.collection import Collection, NamedRecord
+from quicksilver.report.site.leaderboard import boards
 from quicksilver.report.site.pages import Site, cell_lines, make, of_paper, prose
 from quicksilver.report.site.views import token_views
 from quicksilver.report.table import Heading, Panel, PrintedPanel, Table, read, without_folders
@@ -286,6 +289,58 @@ def test_scripts_put_text_into_a_page_through_one_tag_that_escapes_it():
         assert said == '<b title="&#34;&#60;">&#60;i&#62;<u>&#38;</u></b>'
 
 
+def test_vector_graphics_are_shown_where_they_were_written(copy):
+    (copy / "figures" / "figure99.svg").write_text("<svg/>")
+    make(copy)
+    page = (copy / "report" / "figure99.html").read_text()
+    assert '<a href="files/figure99.png"><img src="files/figure99.svg"' in page
+    assert (copy / "report" / "files" / "figure99.svg").read_text() == "<svg/>"
+
+
+# --- the leaderboard --------------------------------------------------------------------------------------------------------------
+def test_a_board_has_of_each_method_what_no_other_setting_beats_with_its_far_context(records):
+    def run(text: str, method: str, saved: float, kl: float, **other: Any) -> NamedRecord:
+        real = records["share"]
+        told = {
+            "protocol": real.protocol,
+            "execution": "compact",
+            "lookahead": (),
+            "config": {"modules": {method: saved}},
+        } | other
+        model = SimpleNamespace(name="m", weights_digest="w", dtype="float32")
+        record = SimpleNamespace(data=SimpleNamespace(name=text), model=model, label=method, **told)
+        return NamedRecord("0" * 20, record, [], row={"prompt_executed_flops_saved_pct": saved, "kl_nats": kl})
+
+    best, worse, other = run("docs", "a", 40, 0.1), run("docs", "a", 30, 0.2), run("docs", "b", 20, 0.3)
+    far, nothing, masked = (
+        run("far-recall", "a", 40, 0.5),
+        run("docs", "c", -3, 0.0),
+        run("docs", "d", 60, 0.0, execution="masked"),
+    )
+    (board,) = boards([worse, other, far, best, nothing, masked, run("wiki", "a", 1, 1, protocol=ProtocolEntry("all", 64, 0, 1))])
+    assert (board.model, board.text) == ("m", "docs")
+    assert board.entries == [(best, True, far), (other, False, None)]
+    assert board.chart == {"method": ["a", "b"], "saved": [40, 20], "kl": [10, 30], "front": [True, False]}
+
+
+def test_an_added_record_is_on_the_leaderboard_of_whoever_has_the_repository(copy, records, capsys):
+    for name in ("tables", "figures"):
+        shutil.rmtree(copy / name)
+    (copy / "claims.json").unlink()
+    added = records["share"]
+    assert console.main(["dev", "keep", f"add=[{added.fingerprint}]", f"results_dir={copy}"]) == 0
+    assert console.main(["dev", "keep", f"results_dir={copy}"]) == 0  # it stays
+    assert json.loads((copy / "records" / "added.json").read_text()) == {"records": [added.fingerprint]}
+    shutil.rmtree(copy / "runs")
+    make(copy)
+    page = (copy / "report" / "leaderboard.html").read_text()
+    assert f"runs/{added.fingerprint}.html" in page
+    assert records["signal.random"].fingerprint not in page
+    assert added.environment.cpu in page
+    assert console.main(["dev", "keep", "add=[0123456789]", f"results_dir={copy}"]) == 2
+    assert "0123456789" in capsys.readouterr().err
+
+
 # --- what is missing --------------------------------------------------------------------------------------------------------------
 def report(results: Path) -> int:
     return console.main(["report", f"results_dir={results}"])
@@ -357,10 +412,13 @@ def test_a_failed_row_and_an_artefact_that_was_not_made_are_named(copy, capsys):
     rows = [list(row) for row in read(path).rows]
     rows[list(RUNS).index("share")][status] = "failed"
     changed(path, rows=tuple(map(tuple, rows)))
+    mine = shutil.copy(path, path.with_name("table11-mine.json"))
+    changed(mine, name="table11-mine")
     (copy / "claims.json").unlink()
     assert report(copy) == 1
     said = capsys.readouterr().err
     assert "the run of its row continuation share failed" in said
+    assert "table11-mine" not in said  # its row says so
     assert "make claims" in said
     assert "it was not made yet" in said  # the figures of experiments/ that this folder has not
     assert "make claims" in (copy / "report" / "index.html").read_text(encoding="utf-8")

@@ -30,6 +30,21 @@ const CHARTS = {
     return drawn;
   },
 
+  // The leaderboard: KL to dense over the prompt's work that is saved; what no other record beats has another colour and marker.
+  board({ method, saved, kl, front }) {
+    const drawn = plot(340, "executed FLOPs of the prompt saved (%)", "KL to dense × 100 (nats a token)", [], { y_axis_type: "log" });
+    const items = [];
+    for (const [best, label, color, marker] of [[false, "beaten by another record", INK, "circle"], [true, "on the front", SECOND, "diamond"]]) {
+      const of = (column) => column.filter((_, i) => front[i] === best);
+      const source = new Bokeh.ColumnDataSource({ data: { method: of(method), saved: of(saved), kl: of(kl) } });
+      const points = drawn.scatter({ field: "saved" }, { field: "kl" }, { source, marker, color, size: best ? 12 : 8, alpha: 0.85 });
+      items.push(new Bokeh.LegendItem({ label: { value: label }, renderers: [points] }));
+    }
+    drawn.add_layout(new Bokeh.Legend({ items, orientation: "horizontal", background_fill_alpha: 0, border_line_alpha: 0 }), "above");
+    drawn.add_tools(new Bokeh.HoverTool({ tooltips: [["", "@method"], ["saved", "@saved{0.0}%"], ["KL × 100", "@kl{0.000}"]] }));
+    return drawn;
+  },
+
   // Quality against work of a sweep's records: Δ perplexity in percent with its interval over executed FLOPs saved. A ring marks the shown record.
   cost({ sweep }) {
     const { records, options } = sweeps[sweep], saved = records.map((one) => one.executed_flops_saved_pct);

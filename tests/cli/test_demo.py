@@ -8,6 +8,7 @@ import pytest
 from thinning import first
 
 from quicksilver.cli import main as console
+from quicksilver.cli.commands.demo import _painted
 
 
 def numbers(line: str) -> list[float]:
@@ -34,8 +35,14 @@ def test_it_shows_both_ways_in_plain_text_where_there_is_no_terminal(save, least
     assert numbers(lines["perplexity"])[0] > 1
     assert "goes on with" in lines
     head = numbers(out.splitlines()[0].partition(":")[2])  # layers, tokens of the prompt, tokens that leave, tokens scored
-    assert len(re.findall(r"\[\d+\]", out.partition("\n\n[n]")[0])) == head[2] < head[1]
+    assert 0 < len(re.findall(r"\[\d+: ", out.partition("\n\n[n")[0])) <= head[2] < head[1]
     assert max(map(len, out.splitlines())) <= 120
+
+
+def test_without_colours_spans_of_tokens_have_one_mark():
+    words, _, legend = _painted(["Ro", "und", " and", "\n", " \\1", " end"], [2, 2, 4, 3, 1, 1], 4, False)
+    assert str(words) == "[2: Round] and\n [1: \\1 end]"
+    assert legend == "[n: …]: these tokens went through n of 4 layers; all others, through all."
 
 
 @pytest.mark.parametrize("asked", first([None, "1"]))

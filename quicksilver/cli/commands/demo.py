@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -186,7 +187,7 @@ def _through(model: Any, tokenizer: Any, ids: torch.Tensor, prompt: int, modules
 
 
 def _painted(tokens: Sequence[str], depths: Sequence[int], layers: int, colours: bool) -> list[Text | str]:
-    """The paragraph and its legend: coloured by depth, or with the depth behind every token that did not reach the end."""
+    """The paragraph and its legend: coloured by depth, or with the depth before each span of tokens that did not reach the end."""
     from rich.text import Text
 
     def coloured(text: str, depth: int) -> tuple[str, str]:
@@ -194,8 +195,12 @@ def _painted(tokens: Sequence[str], depths: Sequence[int], layers: int, colours:
         return text, "" if depth == layers else f"color({RAMP[min(len(RAMP) - 1, len(RAMP) * depth // layers)]})"
 
     if not colours:
-        marked = [token if depth == layers else f"{token}[{depth}]" for token, depth in zip(tokens, depths, strict=True)]
-        return [Text("".join(marked)), "", f"[n]: the token went through n of {layers} layers; without a mark, through all."]
+        marked = []
+        for depth, span in groupby(zip(tokens, depths, strict=True), lambda one: one[1]):
+            text = "".join(token for token, _ in span)
+            whole = depth == layers or not text.strip()
+            marked.append(text if whole else re.sub(r"\A(\s*)(.*?)(\s*)\Z", rf"\1[{depth}: \2]\3", text, flags=re.DOTALL))
+        return [Text("".join(marked)), "", f"[n: …]: these tokens went through n of {layers} layers; all others, through all."]
     legend = Text("Layers gone through: ")
     for depth in sorted({depth for depth in depths if depth < layers}):
         legend.append(*coloured(str(depth), depth)).append(" ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,25 +11,30 @@ import pandas as pd
 
 from quicksilver.measure.measurement import encoded
 from quicksilver.records.record import Record
-from quicksilver.report.site.collection import NamedRecord
+from quicksilver.report.site.collection import NamedRecord, varied
+from quicksilver.report.site.views import settings
 from quicksilver.report.sweeps import front
 from quicksilver.report.table import without_folders
 
 FAR = "far-recall"  # the text whose answers depend on distant context
 _OWN = ("far-",)  # texts made for that question: no board of their own
 SAVED, COST = "prompt_executed_flops_saved_pct", "kl_nats"
+_MOST_CHARACTERS = 200  # of the options of one row; its page has all of them
 
 
 class Entry(NamedTuple):
-    """A record on a board, whether no other one beats it there, and the record of the same settings on `FAR`, if any."""
+    """A record on a board: its modules, the options in which it differs from others of the same, whether no other record beats it there, and the
+    record of the same settings on `FAR`, if any."""
 
     run: NamedRecord
+    method: str
+    options: str
     on_front: bool
     far: NamedRecord | None
 
 
 class Board(NamedTuple):
-    """The records of one model and text, most work saved first, and what its chart shows of them."""
+    """The records of one model and text, the least KL first, and what its chart shows of them."""
 
     model: str
     text: str
@@ -37,12 +43,11 @@ class Board(NamedTuple):
     @property
     def chart(self) -> dict[str, Any]:
         """Columns for the chart: the method, percent of the prompt's work saved, KL × 100, whether it is on the front."""
-        rows = [(one.run.row, f"{one.run.label} {one.run.differing}".strip(), one.on_front) for one in self.entries]
         return {
-            "method": [said for _, said, _ in rows],
-            "saved": [round(row[SAVED], 3) for row, _, _ in rows],
-            "kl": [round(100 * row[COST], 5) for row, _, _ in rows],
-            "front": [on_front for *_, on_front in rows],
+            "method": [f"{one.method} {one.options}".strip() for one in self.entries],
+            "saved": [round(one.run.row[SAVED], 3) for one in self.entries],
+            "kl": [round(100 * one.run.row[COST], 5) for one in self.entries],
+            "front": [one.on_front for one in self.entries],
         }
 
 
@@ -61,15 +66,22 @@ def boards(runs: Iterable[NamedRecord]) -> list[Board]:
         if text == FAR:
             far[setting] = run
         elif not text.startswith(_OWN):
-            entry = {"run": run, "method": run.label, "setting": setting, "saved": run.row[SAVED], "cost": run.row[COST]}
+            entry = {"run": run, "method": " + ".join(record.modules), "options": settings(record), "setting": setting}
+            entry |= {"saved": run.row[SAVED], "cost": run.row[COST]}
             groups.setdefault((str(without_folders(record.model.name)), text), []).append(entry)
     found = []
     for (model, text), members in groups.items():
         frame = pd.DataFrame(members)
         own = pd.concat([front(mine["saved"], mine["cost"]) for _, mine in frame.groupby("method")]).sort_index()
-        frame = frame[own].sort_values(["saved", "cost"], ascending=[False, True], kind="stable")
+        frame = frame[own].sort_values(["cost", "saved"], ascending=[True, False], kind="stable")
         frame["front"] = front(frame["saved"], frame["cost"])
-        entries = [Entry(one["run"], bool(one["front"]), far.get(one["setting"])) for one in frame.to_dict("records")]
+        keys = {method: varied(mine["options"]) for method, mine in frame.groupby("method")}
+        entries = []
+        for one in frame.to_dict("records"):
+            own_options = ((key.rpartition(".")[2], one["options"].get(key)) for key in keys[one["method"]])
+            said = ", ".join(f"{key}={value}" for key, value in own_options if value is not None)
+            said = str(without_folders(textwrap.shorten(said, _MOST_CHARACTERS, placeholder=" …")))
+            entries.append(Entry(one["run"], one["method"], said, bool(one["front"]), far.get(one["setting"])))
         found.append(Board(model, text, entries))
     return sorted(found, key=lambda board: (-len(board.entries), board.model, board.text))
 

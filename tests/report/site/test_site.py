@@ -305,10 +305,11 @@ def test_a_board_has_of_each_method_what_no_other_setting_beats_with_its_far_con
             "protocol": real.protocol,
             "execution": "compact",
             "lookahead": (),
-            "config": {"modules": {method: saved}},
+            "config": {"modules": {method: {"save": saved, "kind": "k"}}},
+            "modules": (method,),
         } | other
         model = SimpleNamespace(name="m", weights_digest="w", dtype="float32")
-        record = SimpleNamespace(data=SimpleNamespace(name=text), model=model, label=method, **told)
+        record = SimpleNamespace(data=SimpleNamespace(name=text), model=model, **told)
         return NamedRecord("0" * 20, record, [], row={"prompt_executed_flops_saved_pct": saved, "kl_nats": kl})
 
     best, worse, other = run("docs", "a", 40, 0.1), run("docs", "a", 30, 0.2), run("docs", "b", 20, 0.3)
@@ -317,10 +318,13 @@ def test_a_board_has_of_each_method_what_no_other_setting_beats_with_its_far_con
         run("docs", "c", -3, 0.0),
         run("docs", "d", 60, 0.0, execution="masked"),
     )
-    (board,) = boards([worse, other, far, best, nothing, masked, run("wiki", "a", 1, 1, protocol=ProtocolEntry("all", 64, 0, 1))])
+    cheap, everywhere = run("docs", "b", 10, 0.01), run("wiki", "a", 1, 1, protocol=ProtocolEntry("all", 64, 0, 1))
+    (board,) = boards([worse, other, far, best, cheap, nothing, masked, everywhere])
     assert (board.model, board.text) == ("m", "docs")
-    assert board.entries == [(best, True, far), (other, False, None)]
-    assert board.chart == {"method": ["a", "b"], "saved": [40, 20], "kl": [10, 30], "front": [True, False]}
+    rows = [(cheap, "b", "save=10", True, None), (best, "a", "", True, far), (other, "b", "save=20", False, None)]
+    assert board.entries == rows
+    said = {"method": ["b save=10", "a", "b save=20"], "saved": [10, 40, 20], "kl": [1, 10, 30], "front": [True, True, False]}
+    assert board.chart == said
 
 
 def test_an_added_record_is_on_the_leaderboard_of_whoever_has_the_repository(copy, records, capsys):

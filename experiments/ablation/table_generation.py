@@ -18,26 +18,36 @@ from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.table import ENDS, Column, Panel, Table, with_ends, without_folders
 
+from .prompts import KEPT, windows_of
 from .techniques import SETTINGS, chosen
 
 READS = (TEXTS,)
 PANELS = {
     GREEDY: "Greedy: the likeliest token each time",
     SAMPLED: "Sampled: temperature 1, the same random numbers for both models",
+    **{model: f"{model}, greedy, after prompts of 960 tokens" for model in KEPT},
 }
 ALWAYS = (
     "measure=generation", "protocol=continuation", "dataset.windows=128", "measure.generation.prompts=128",
     "measure.generation.prompt_tokens=448",
 )  # fmt: skip
-SETTINGS_HERE = {"quicksilver": ("quicksilver",), "paper": ("halting,kv_skipping,token_fusion,adaptive_quantization",)}
+# On 64 calibration windows as much KL as the shipped schedule, and twice as many tokens until the first that differs (docs/predicted-kv.md).
+LAST_92 = "{drop_before:3,drop_share:0.285714,predict_before:10,protect_first:4,protect_last:92,tile:32}"
+SETTINGS_HERE = {
+    "quicksilver": ("quicksilver",),
+    "protected": ("quicksilver", "modules.quicksilver.save=null", f"modules.quicksilver.schedule={LAST_92}"),
+    "paper": ("halting,kv_skipping,token_fusion,adaptive_quantization",),
+}
+WORK = "About 40% of the prompt's work"
+ALIKE = {
+    "quicksilver": "Ours: oldest dropped, then predicted",
+    "position": "Oldest dropped",
+    "attention": "Least attended dropped",
+    "truncated": "Truncation, newest kept",
+    "random": "Random tokens dropped",
+}
 SECTIONS = {
-    "About 40% of the prompt's work": {
-        "quicksilver": "Ours: oldest dropped, then predicted",
-        "position": "Oldest dropped",
-        "attention": "Least attended dropped",
-        "truncated": "Truncation, newest kept",
-        "random": "Random tokens dropped",
-    },
+    WORK: ALIKE | {"protected": "Ours, with the last 92 tokens computed in all layers"},
     "The paper's rules, at what they save": {"paper": "All four"},
 }
 # Columns of generation.parquet that are averaged over prompts, and by how much they are multiplied.
@@ -59,13 +69,20 @@ LEGEND = (
 
 
 def rows() -> list[Row]:
-    """Every row, once a panel; both panels share its run."""
-    return [
+    """Every row, once a panel; the first two panels share its run."""
+    found = [
         row
-        for panel in PANELS
+        for panel in (GREEDY, SAMPLED)
         for section, members in SECTIONS.items()
         for row in chosen(panel, members, *ALWAYS, section=section, settings=SETTINGS | SETTINGS_HERE)
     ]
+    of_length = (*windows_of(960), "measure=generation", "measure.generation.sampled=false")
+    size = ("measure.generation.prompts=64", "measure.generation.prompt_tokens=960")
+    for model, kept in KEPT.items():
+        truncated = ("prompt_truncation", f"modules.prompt_truncation.keep={kept[960][0]}")
+        settings = SETTINGS | SETTINGS_HERE | {"truncated": truncated}
+        found += chosen(model, ALIKE, *of_length, *size, f"model={model}", section=WORK, settings=settings)
+    return found
 
 
 def measured(record: Record, way: str) -> dict[str, Any]:
@@ -104,7 +121,8 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
     for one in outcomes:
         row = comparison.described(one)
         if one.record is not None and one.dense is not None:
-            row |= measured(one.record, one.row.panel) | {"dense_record": one.dense.fingerprint}
+            way = SAMPLED if one.row.panel == SAMPLED else GREEDY
+            row |= measured(one.record, way) | {"dense_record": one.dense.fingerprint}
         found.append(row)
     frame = pd.DataFrame(found, columns=COLUMNS)
     columns = (

@@ -94,7 +94,7 @@ class KLToDense:
 
 DROP_DEPTH = 3 / 16  # of the layers, before which old tokens are dropped
 TILE = 32  # tokens: attention kernels and matrix units take as long for a part of one as for all of it
-PROTECT_LAST = (12, 28)  # with the first 4: half a tile, or one
+PROTECT_LAST = (12, 28, 60, 92)  # with the first 4: half a tile, or one to three
 
 
 @dataclass(frozen=True)

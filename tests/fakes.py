@@ -11,6 +11,7 @@ import pytest
 
 from quicksilver import numerics
 from quicksilver.measure.audit import AuditResult
+from quicksilver.measure.generation import GREEDY, SAMPLED, TEXTS, GenerationResult, Written
 from quicksilver.measure.latency import LatencyResult
 from quicksilver.measure.measurement import Quartiles, Result, Spread, encoded
 from quicksilver.measure.quality import NullResult, QualityResult
@@ -186,6 +187,23 @@ def publish(
 def events(record: Record) -> list[str]:
     """What events.jsonl of a record says, in order."""
     return [json.loads(line)["event"] for line in (record.path / EVENTS).read_text().splitlines()]
+
+
+def generated() -> dict[str, Any]:
+    """Options for `make`: greedy texts that repeat half as much again as the dense ones and agree with a quarter of them, sampled texts that are
+    the dense ones."""
+    repeated = np.random.default_rng(0).uniform(0.1, 0.3, WINDOW_COUNT)
+    frames = []
+    for way, same in ((GREEDY, False), (SAMPLED, True)):
+        measured = {
+            **{"same_tokens": 64 if same else range(WINDOW_COUNT), "identical": same, "agreement": 1.0 if same else 0.25},
+            **{"edit_distance": 0.5, "repeated": repeated * (1 if same else 1.5), "dense_repeated": repeated},
+            **{"distinct": 0.9, "dense_distinct": 0.9, "nats": 2.0, "dense_nats": 1.5},
+        }
+        frames.append(pd.DataFrame({"prompt": range(WINDOW_COUNT), "way": way, "text": "a", "dense_text": "b", **measured}))
+    one = Written(7.5, 0, 0.25, 0.5, 0.3, 0.2, 0.9, 0.9, 2.0, 1.5)
+    found, texts = GenerationResult(WINDOW_COUNT, 448, 64, one, one, 60, 100), pd.concat(frames)
+    return {"measured": {"generation": found}, "files": {TEXTS: lambda path: texts.to_parquet(path)}}
 
 
 def outcomes(results: Path, rows: Sequence[Row], made: Callable[[Row], Mapping[str, Any] | str]) -> list[Outcome]:

@@ -1,16 +1,22 @@
-"""Table front: its runs are those of other tables, and the column of far recall is read from runs of its own."""
+"""Table front: its runs are those of other tables, and the columns of far recall and of texts are read from runs of their own."""
 
 import fakes
 import pytest
 
-from quicksilver.experiments.ablation import prompts, table11_ablation, table_front
+from quicksilver.experiments.ablation import prompts, table11_ablation, table_front, table_generation
 from quicksilver.runs.config import compose
 
 
-def test_the_runs_of_far_recall_are_those_of_its_table() -> None:
-    there = {row.overrides for row in prompts.far_context_rows()}
-    shared = [row.key for row in table_front.rows() if row.panel == table_front.RECALL and row.overrides in there]
-    assert shared == ["dense", "position", "truncated", "40"]
+@pytest.mark.parametrize(
+    ("panel", "elsewhere", "keys"),
+    [
+        (table_front.RECALL, prompts.far_context_rows, ["dense", "position", "truncated", "40"]),
+        (table_front.WRITTEN, table_generation.rows, ["position", "truncated", "40"]),
+    ],
+)
+def test_the_runs_of_a_column_are_those_of_its_table(panel, elsewhere, keys) -> None:
+    there = {row.overrides for row in elsewhere()}
+    assert [row.key for row in table_front.rows() if row.panel == panel and row.overrides in there] == keys
 
 
 def test_tuned_rows_are_the_best_chance_of_table_11() -> None:
@@ -22,16 +28,18 @@ def test_tuned_rows_are_the_best_chance_of_table_11() -> None:
             assert len({str(compose(list(each)).modules) for each in words}) == 1
 
 
-def test_each_row_has_the_far_recall_of_its_own_module(tmp_path) -> None:
+def test_each_row_has_the_far_recall_and_the_texts_of_its_own_module(tmp_path) -> None:
     lost = {"position": 0.1, "40": 0.02}
 
     def made(row):
-        return {"per_token": lost[row.key] * (1 if row.panel == table_front.RECALL else 0.5), "saved": 0.4}
+        texts = fakes.generated() if (row.panel, row.key) == (table_front.WRITTEN, "40") else {}
+        return {"per_token": lost[row.key] * (1 if row.panel == table_front.RECALL else 0.5), "saved": 0.4, **texts}
 
-    rows = [row for row in table_front.rows() if row.key in ("dense", *lost)]
+    rows = [row for row in table_front.rows() if row.key in lost and (row.panel, row.key) != (table_front.WRITTEN, "position")]
     outcomes = fakes.outcomes(tmp_path, rows, made)
     frame = table_front.table(outcomes, "table_front").frame.set_index("key")
     assert list(frame.index) == ["position", "40"]
     for key, nats in lost.items():
         assert frame.loc[key, "recall_delta_ppl_pct"] > frame.loc[key, "delta_ppl_pct"] > 0
         assert frame.loc[key, "recall_delta_ppl_pct"] == pytest.approx(100 * (2.718281828**nats - 1), rel=0.05)
+    assert frame["agreement"].fillna(-1).to_dict() == {"position": -1, "40": 25}

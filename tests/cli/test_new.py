@@ -11,7 +11,7 @@ from quicksilver.cli.commands.new import FILES
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_what_it_writes_passes_its_own_tests_and_is_not_written_over(tmp_path, capsys):
+def test_what_it_writes_passes_its_own_tests_and_is_not_written_over(tmp_path, capsys, monkeypatch):
     for kind in FILES:
         assert console.main(["new", kind, f"my_{kind}", f"folder={tmp_path}"]) == 0
         assert f"test_{'table_' * (kind == 'table')}my_{kind}.py" in capsys.readouterr().out
@@ -30,3 +30,6 @@ def test_what_it_writes_passes_its_own_tests_and_is_not_written_over(tmp_path, c
         assert console.main(["new", *refused, f"folder={tmp_path}"]) == 2
     assert {path: path.read_bytes() for path in before} == before
     assert "is there already" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    assert console.main(["new", "module", "here"]) == 0
+    assert "  cd " not in capsys.readouterr().out  # it is the present folder

@@ -235,9 +235,10 @@ class New(Command):
             path.write_text(text, encoding="utf-8")
             print(path)
         test = next(path for path in files if path.name.startswith("test_"))
-        steps = [f"cd {folder}", f"python -m pytest {test.name}", Template(NEXT[kind]).substitute(said)]
-        if find_spec("pytest") is None:
-            steps.insert(1, "pip install pytest")
+        stays = kind == "table" or folder == Path.cwd()  # a table's results belong below the present folder
+        steps = [] if stays else [f"cd {folder}"]
+        steps += [] if find_spec("pytest") else ["pip install pytest"]
+        steps += [f"python -m pytest {test if kind == 'table' else test.name}", Template(NEXT[kind]).substitute(said)]
         print("\n  ".join(["\nChange them, and type", *steps]))
         return 0
 

@@ -63,7 +63,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
     texts = {
         one.row.key: generation.measured(one.record, generation.GREEDY)
         for one in outcomes
-        if one.row.panel == WRITTEN and one.record is not None
+        if one.row.panel == WRITTEN and one.row.key != "dense" and one.record is not None
     }
     for column in (*(f"agreement{end}" for end in ENDS), "prompts"):
         frame[column] = frame["key"].map({key: found[column] for key, found in texts.items()})
@@ -82,7 +82,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         "Δ perplexity of the 64 tokens after the prompt, in percent, with its 95% interval, paired by window. KL × 100: of the dense model's "
         "next-token distribution to the run's, in hundredths of a nat a token.",
         "Δ far recall: the same for answers whose facts stand at the prompt's beginning (dataset far-recall, 64 windows).",
-        "Same text: share of 64 greedily generated tokens that are the dense model's, mean over 128 prompts (table generation).",
+        "Same text: share of 64 greedily generated tokens that are the dense model's, mean over 64 prompts (table generation).",
         "tuned: of all settings that the paper names, the one of least KL on calibration text that saves 15% (table fair_trial). Truncate: "
         "the oldest 40% of the prompt are cut before the first layer. Nothing is fitted for it, nor for dropping the oldest.",
     )

@@ -28,7 +28,7 @@ PANELS = {
     **{model: f"{model}, greedy, after prompts of 960 tokens" for model in KEPT},
 }
 ALWAYS = (
-    "measure=generation", "protocol=continuation", "dataset.windows=128", "measure.generation.prompts=128",
+    "measure=generation", "protocol=continuation", "dataset.windows=64", "measure.generation.prompts=64",
     "measure.generation.prompt_tokens=448",
 )  # fmt: skip
 # On 64 calibration windows as much KL as the shipped schedule, and twice as many tokens until the first that differs (docs/predicted-kv.md).
@@ -76,12 +76,13 @@ def rows() -> list[Row]:
         for section, members in SECTIONS.items()
         for row in chosen(panel, members, *ALWAYS, section=section, settings=SETTINGS | SETTINGS_HERE)
     ]
-    of_length = (*windows_of(960), "measure=generation", "measure.generation.sampled=false")
-    size = ("measure.generation.prompts=64", "measure.generation.prompt_tokens=960")
+    of_length = (*windows_of(960), "dataset.windows=32", "measure=generation", "measure.generation.sampled=false")
+    size = ("measure.generation.prompts=32", "measure.generation.prompt_tokens=960")
     for model, kept in KEPT.items():
         truncated = ("prompt_truncation", f"modules.prompt_truncation.keep={kept[960][0]}")
         settings = SETTINGS | SETTINGS_HERE | {"truncated": truncated}
-        found += chosen(model, ALIKE, *of_length, *size, f"model={model}", section=WORK, settings=settings)
+        members = {name: ALIKE[name] for name in ("quicksilver", "attention", "truncated")}
+        found += chosen(model, members, *of_length, *size, f"model={model}", section=WORK, settings=settings)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Models under runtime modules for EleutherAI's lm-evaluation-harness, as its model `quicksilver` (pip install 'quicksilver[lm-eval]').
+"""Models under runtime modules for EleutherAI's lm-evaluation-harness, as its model `quicksilver` (pip install 'quicksilver-lm[lm-eval]').
 
     quicksilver lm_eval --model_args pretrained=reference-gpt2,modules=halting_attention --tasks my_task --include_path tasks
 

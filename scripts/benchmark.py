@@ -41,6 +41,7 @@ import importlib.util
 import json
 import logging
 import math
+import re
 import statistics
 import subprocess
 import sys
@@ -683,6 +684,7 @@ TITLES = {  # of the page, by the beginning of a file's name
     "benchmark_prediction": "Dropped, then predicted, on true shapes",
     "benchmark_quantization": "int8: times as fast as the first of each comparison",
     "benchmark_lm_eval": "lm-evaluation-harness: the adapter without modules",
+    "benchmark_kvpress": "Peers by their own code (kvpress), and here: what a share of the prompt's K/V costs",
     "benchmark_gpu": "On a CUDA device",
     "benchmark": "Runtime",
 }
@@ -712,7 +714,9 @@ def all_parts(o: Options) -> int:
         if code:
             notes[part] = f"{words[0]} ended with exit code {code}"
     page = o.output / "README.md"
-    page.write_text(markdown(o.output, notes, ran), encoding="utf-8")
+    page.write_text(markdown(o.output), encoding="utf-8")
+    for part, said in ran.items():
+        print(f"{part}: {said}")
     print(f"Written: {page} ({time.monotonic() - began:.0f} s)")
     for part, why in notes.items():
         print(f"{part}: not measured, {why}.", file=sys.stderr)
@@ -732,28 +736,29 @@ def run_part(words: Sequence[str], output: Path) -> int:
     ).returncode
 
 
-def markdown(output: Path, notes: Mapping[str, str], ran: Mapping[str, str]) -> str:
-    """What is in the folder, as a page; `ran`: how long each part took, and its command."""
+def markdown(output: Path) -> str:
+    """What is in the folder, as a page. Files that differ in a last number alone (`…_2.json`) are sessions of one benchmark."""
     parts = [
         "# Benchmarks",
-        "`make benchmark` makes this page again; each part names its machine. Random weights of true shapes, few layers: what is measured is the runtime. Ratios are medians of rounds in "
-        "turns; a difference within the A/A noise floor is none.",
+        "`make benchmark` makes this page again, of all files beside it. Each part names its machine. Shapes are true, weights random and layers "
+        "few, but for models that ship. Ratios are medians of rounds in turns. A difference within the noise floor of the clock (A/A) is none.",
     ]
+    sessions: dict[str, list[Row]] = {}
     for path in sorted(output.glob("benchmark*.json")):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        options = ", ".join(
-            f"{name} {' '.join(map(str, value)) if isinstance(value, list) else value}"
-            for name, value in content["options"].items()
+        sessions.setdefault(re.sub(r"_\d+$", "", path.stem), []).append(json.loads(path.read_text(encoding="utf-8")))
+    for stem, contents in sessions.items():
+        around, options = contents[0].get("environment", {}), contents[0]["options"]
+        given = ", ".join(
+            f"{name} {' '.join(map(str, value)) if isinstance(value, list) else value}" for name, value in options.items()
         )
-        around = content.get("environment", {})
-        units = {"machine": "", "threads": " threads", "torch": " (torch)", "transformers": " (transformers)"}
-        known = [f"{around[name]}{unit}" for name, unit in units.items() if name in around]
-        machine = ", ".join(known) or "machine not noted"
-        title = next(title for beginning, title in TITLES.items() if path.stem.startswith(beginning))
+        named = {"machine": "{}", "threads": "{} threads", "torch": "torch {}", "transformers": "transformers {}"}
+        known = [words.format(around[name]) for name, words in named.items() if name in around]
+        title = next(title for beginning, title in TITLES.items() if stem.startswith(beginning))
+        many = f" {len(contents)} processes: the range of their medians." if len(contents) > 1 else ""
         parts += [
-            f"## {title}",
-            f"{machine}. {options}; load average before: {around.get('load_average_before', math.nan):.1f}.",
-            table(content["findings"], markdown=True),
+            f"## {title}" + ", on a processor with AMX" * stem.endswith("_amx"),
+            f"{', '.join(known) or 'Machine not noted'}.{many} {given}.",
+            table(_findings([content["findings"] for content in contents]), markdown=True),
         ]
     for name, (title, said, summary) in PICTURES.items():
         if (output / f"{name}.csv").is_file():
@@ -765,8 +770,27 @@ def markdown(output: Path, notes: Mapping[str, str], ran: Mapping[str, str]) -> 
                 table(summary(frame), markdown=True),
                 *left_out(frame),
             ]
-    parts += ["## This time", "\n".join(f"- {part}: {said}" for part, said in ran.items())]
-    return "\n\n".join([*parts, *(f"- {part}: not measured, {why}" for part, why in notes.items())]) + "\n"
+    return "\n\n".join(parts) + "\n"
+
+
+def _findings(sessions: Sequence[Sequence[Row]]) -> list[Row]:
+    """What is printed of each finding: its median and quartiles, or the range of its medians over sessions."""
+    if "value" not in sessions[0][0]:
+        return list(sessions[0])
+    rows = []
+    for found in zip(*sessions, strict=True):
+        row, values = {key: found[0][key] for key in ("section", "dtype", "what")}, [one["value"] for one in found]
+        unit = found[0].get("unit", "")
+        if len(found) > 1:
+            row["medians"] = f"{min(values):.3g} to {max(values):.3g}{unit}"
+        else:
+            row |= {"median": f"{values[0]:.4g}{unit}", "quartiles": f"{found[0]['low']:.4g} to {found[0]['high']:.4g}"}
+        noise = [one["noise_floor"] for one in found if one.get("noise_floor") is not None]
+        reached = all(one["reached"] for one in found) if found[0].get("reached") is not None else None
+        rows.append(
+            row | {"target": found[0].get("target"), "reached": reached, "noise": f"{100 * max(noise):.1f}%" if noise else ""}
+        )
+    return rows
 
 
 def left_out(frame: pd.DataFrame) -> list[str]:

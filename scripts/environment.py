@@ -126,7 +126,9 @@ def main(arguments: Sequence[str]) -> int:
     if trouble is not None:
         say(f"The environment cannot be installed: {trouble}")
         return 1
-    say(f"The environment is ready: {time.monotonic() - began:.0f} s.")
+    say(
+        f"The environment is ready: {time.monotonic() - began:.0f} s. `source {venv.name}/bin/activate` puts its commands on your path."
+    )
     return 0
 
 

@@ -200,7 +200,7 @@ def with_lora(model: Any, rank: int) -> Any:
     try:
         from peft import LoraConfig, get_peft_model
     except ModuleNotFoundError as error:
-        raise SystemExit(f"--lora needs {error.name}, which is not installed: pip install 'quicksilver[peft]'.") from error
+        raise SystemExit(f"--lora needs {error.name}, which is not installed: pip install 'quicksilver-lm[peft]'.") from error
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"))
 
 

@@ -1,7 +1,7 @@
 """Peers by their own code: presses of kvpress and methods of this package, on the same windows and weights.
 
     python scripts/peers_kvpress.py
-    python scripts/peers_kvpress.py --kept 0.2 0.6 --windows 64 --output results/benchmarks/kvpress.json
+    python scripts/peers_kvpress.py --kept 0.2 0.6 --windows 64 --output results/benchmarks/benchmark_kvpress.json
 
 kvpress 0.5 needs transformers below 5.3, so it has an environment of its own (--environment; made at the first call, about 3 minutes).
 Each method keeps a share of the prompt's K/V. A press computes the prompt densely and compresses its cache then. Written are, by method and
@@ -135,11 +135,11 @@ def compared(model: str, dataset: str, kept: list[float], limit: int, python: Pa
             frame = score(loaded.model, windows.ids, protocol, modules=modules, dense=DenseLogits(loaded.model, protocol)).windows
             rows[f"{name} {share:g}"] = {column: frame[column].tolist() for column in MEASURED}
     apart = max(abs(a - b) for a, b in zip(rows["dense"]["nll_nats"], dense.windows["nll_nats"], strict=True))
+    options = {"model": model, "dataset": dataset, "windows": len(windows.ids), "prompt_tokens": protocol.prompt_tokens}
     return {
-        "model": model, "dataset": dataset, "weights_digest": context.files(config)[1], "token_digest": windows.token_digest,
-        "windows": len(windows.ids), "prompt_tokens": protocol.prompt_tokens, "versions": VERSIONS,
+        "options": options, "weights_digest": context.files(config)[1], "token_digest": windows.token_digest, "versions": VERSIONS,
         "dense_largest_difference_nats": apart / protocol.scored_tokens,
-        "methods": [_summary(name, found, rows["dense"], protocol.scored_tokens) for name, found in rows.items() if name != "dense"],
+        "findings": [_summary(name, found, rows["dense"], protocol.scored_tokens) for name, found in rows.items() if name != "dense"],
     }  # fmt: skip
 
 
@@ -165,7 +165,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--kept", type=float, nargs="+", default=[0.2, 0.6], help="shares of the prompt's K/V")
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--environment", type=Path, default=Path.home() / ".cache" / "quicksilver" / "kvpress")
-    parser.add_argument("--output", type=Path, default=Path("results/benchmarks/kvpress.json"))
+    parser.add_argument("--output", type=Path, default=Path("results/benchmarks/benchmark_kvpress.json"))
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args(words)
     if asked.inside is not None:
@@ -180,7 +180,7 @@ def main(words: list[str] | None = None) -> int:
 
     found = compared(asked.model, asked.dataset, asked.kept, asked.windows, environment(asked.environment))
     apart = f"{found['dense_largest_difference_nats']:.1e} nats a token"
-    print(table(found["methods"]), f"Dense windows differ by at most {apart} between the two environments.", sep="\n")
+    print(table(found["findings"]), f"Dense windows differ by at most {apart} between the two environments.", sep="\n")
     write_atomically(asked.output, (json.dumps(found, indent=1) + "\n").encode())
     print(f"Written: {asked.output}")
     return 0

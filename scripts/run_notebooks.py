@@ -3,7 +3,7 @@
     python scripts/run_notebooks.py             all of notebooks/, written back
     python scripts/run_notebooks.py --check     run them, write nothing; exit code 1 if one fails
 
-Needs nbclient and ipykernel: pip install 'quicksilver[notebooks,plots]'.
+Needs nbclient and ipykernel: pip install 'quicksilver-lm[notebooks,plots]'.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from harness_world import make_model
 from quicksilver.runtime import apply
 from quicksilver.runtime.errors import ConfigError
 
-pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'quicksilver[lm-eval]'")
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'quicksilver-lm[lm-eval]'")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
 
 CONTEXTS = ("the cat sat on", "a", "so many words stand here", "the cat sat on")

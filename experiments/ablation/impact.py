@@ -20,7 +20,7 @@ from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row, artefact, find
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
-from quicksilver.report.figure import GREY, HATCHES, PALETTE, Figure, panels, style, whiskers
+from quicksilver.report.figure import HATCHES, PALETTE, Figure, panels, style, whiskers
 from quicksilver.report.provenance import notes
 from quicksilver.report.table import ENDS, number, numbers
 
@@ -29,8 +29,8 @@ from .techniques import MECHANISMS
 PROTOCOLS = {"all": "protocol all", "continuation": "protocol continuation"}
 # column of the frame -> the paper's column, what the axis says
 MEASURES = {
-    "speedup_pct": ("reported_speedup_pct", "time gone\n(% of dense)"),
-    "paper_flops_saved_pct": ("reported_flops_saved_pct", "operations gone,\npaper's ledger (%)"),
+    "speedup_pct": ("reported_speedup_pct", "time saved\n(% of dense)"),
+    "paper_flops_saved_pct": ("reported_flops_saved_pct", "operations saved,\npaper's ledger (%)"),
     "delta_ppl_pct": ("reported_delta_ppl_pct", "perplexity added\n(% of dense)"),
 }
 _DIAMOND: dict[str, Any] = {"linestyle": "", "marker": "D", "markerfacecolor": "white", "markeredgecolor": PALETTE[1]}
@@ -115,12 +115,15 @@ def _figure(outcomes: Sequence[Outcome], name: str, title: str, sentence: str) -
             for plot, measure in zip(axes[:, column], MEASURES, strict=True):
                 _bars(plot, members, measure)
             axes[0, column].set_title(heading)
-            axes[-1, column].set_xticks(range(len(members)), [textwrap.fill(row["technique"], 12) for row in members], rotation=0)
+            axes[-1, column].set_xticks(range(len(members)), [folded(row["technique"], 12) for row in members], rotation=0)
         for (first, *_), (_, label) in zip(axes, MEASURES.values(), strict=True):
             first.set_ylabel(label)
             # Room for the numbers on the bars, in both directions, and for markers at 0.
             low, high = first.get_ylim()
             first.set_ylim(low - (0.12 if low < 0 else 0.05) * (high - low), high + 0.16 * (high - low))
+        for column, panel in enumerate(PROTOCOLS):
+            for plot, measure in zip(axes[:, column], MEASURES, strict=True):
+                _reasons(plot, frame[frame["panel"] == panel].to_dict("records"), measure)
         said = "measured, 95% interval; of time: quartiles of rounds"
         handles = [
             Patch(facecolor=PALETTE[2], edgecolor="black", linewidth=0.5, label=said),
@@ -140,9 +143,19 @@ def _figure(outcomes: Sequence[Outcome], name: str, title: str, sentence: str) -
         ),
     )
     there = frame[frame["panel"].eq("continuation") & frame["delta_ppl_pct"].notna()]
-    costs = ", ".join(f"{row['technique']} {row['delta_ppl_pct']:+.0f}%" for row in there.to_dict("records"))
-    finding = f"Perplexity under continuation: {costs}; the paper: at most {there['reported_delta_ppl_pct'].max():+.1f}%"
-    return Figure(name, title, frame, drawing, caption, finding=finding if costs else "")
+    finding = ""
+    if len(there):
+        together = there.iloc[-1]["key"] == _JOINT
+        row = there.iloc[-1] if together else there.loc[there["delta_ppl_pct"].idxmax()]
+        who = "All four together add" if together else f"{row['technique'].removeprefix('+ ')} adds most:"
+        most = there["reported_delta_ppl_pct"].max()
+        finding = f"{who} {row['delta_ppl_pct']:+.0f}% perplexity (continuation); the paper reports at most {most:+.1f}%"
+    return Figure(name, title, frame, drawing, caption, finding=finding)
+
+
+def folded(technique: str, width: int) -> str:
+    """The name of a bar on several lines; no line ends with the + of a step."""
+    return textwrap.fill(technique.replace("+ ", "+\u00a0"), width, break_long_words=False)
 
 
 def drawn(outcomes: Sequence[Outcome]) -> pd.DataFrame:
@@ -154,7 +167,9 @@ def drawn(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     ends = [[f"{measure}{end}" for end in ENDS if f"{measure}{end}" in frame] for measure in MEASURES]
     measured = [name for mine, (stated, _) in zip(ends, MEASURES.values(), strict=True) for name in (*mine, stated)]
     columns = ["panel", "key", "technique", "status", *measured]
-    return frame[[*columns, "noise_floor_pct", "executed_flops_saved_pct", "record", "dense_record"]].reset_index(drop=True)
+    return frame[[*columns, "noise_floor_pct", "executed_flops_saved_pct", "simulated", "record", "dense_record"]].reset_index(
+        drop=True
+    )
 
 
 def _bars(axes: Axes, members: Sequence[Mapping[str, Any]], measure: str) -> None:
@@ -162,11 +177,7 @@ def _bars(axes: Axes, members: Sequence[Mapping[str, Any]], measure: str) -> Non
     for place, row in enumerate(members):
         stated, floor = number(row, MEASURES[measure][0]), number(row, "noise_floor_pct")
         value, low, high = numbers(row, measure)
-        if row["status"] != comparison.MEASURED:
-            look: dict[str, Any] = {"ha": "center", "va": "center", "color": GREY, "style": "italic"}
-            look["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-            axes.text(place, 0.5, textwrap.fill(str(row["status"]), 12), transform=axes.get_xaxis_transform(), **look)
-        elif value is not None:
+        if value is not None:
             if floor is not None and measure == "speedup_pct":
                 axes.bar(place, 2 * floor, 0.9, bottom=-floor, color=_FLOOR, zorder=0.5)
             hatch = HATCHES[1 + place % (len(HATCHES) - 1)]
@@ -175,7 +186,7 @@ def _bars(axes: Axes, members: Sequence[Mapping[str, Any]], measure: str) -> Non
             end = value
             if low is not None and high is not None:
                 end = high if value >= 0 else low
-                look = {"color": "black", "linewidth": 1, "capsize": 2, "marker": "", "linestyle": ""}
+                look: dict[str, Any] = {"color": "black", "linewidth": 1, "capsize": 2, "marker": "", "linestyle": ""}
                 axes.errorbar(place, value, yerr=whiskers(value, low, high), **look)
             look = {"textcoords": "offset points", "ha": "center", "va": "bottom" if value >= 0 else "top"}
             axes.annotate(f"{value:+.1f}", (place, end), xytext=(0, 3 if value >= 0 else -3), weight="bold", **look)
@@ -183,3 +194,19 @@ def _bars(axes: Axes, members: Sequence[Mapping[str, Any]], measure: str) -> Non
             axes.plot(place + 0.36, stated, markersize=4.5, zorder=4, **_DIAMOND)
     axes.set_xlim(-0.6, len(members) - 0.4)
     axes.grid(visible=False, axis="x")
+
+
+def _reasons(axes: Axes, members: Sequence[Mapping[str, Any]], measure: str) -> None:
+    """Why there is no bar, where neither the marker of the paper nor the line at 0 is. Limits of `axes` must be final."""
+    low, high = axes.get_ylim()
+    look: dict[str, Any] = {"ha": "center", "va": "center", "color": "#6a6a6a", "style": "italic"}
+    look["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    for place, row in enumerate(members):
+        if number(row, measure) is not None:
+            continue
+        why = str(row["status"])
+        if why == comparison.MEASURED:
+            why = "simulated: not timed" if row["simulated"] is True else "not measured"
+        taken = [(at - low) / (high - low) for at in (0.0, number(row, MEASURES[measure][0])) if at is not None]
+        height = max((0.5, 0.22, 0.35, 0.65, 0.78), key=lambda middle: min(0.2, *(abs(middle - one) for one in taken)))
+        axes.text(place, height, textwrap.fill(why, 12), transform=axes.get_xaxis_transform(), **look)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from typing import Any
 
-from quicksilver.report import comparison
+import pandas as pd
+
+from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row, artefact
-from quicksilver.report.table import Table
+from quicksilver.report.figure import PALETTE, Figure, panels, style, whiskers
+from quicksilver.report.table import ENDS, Table
 
 from .techniques import SETTINGS, chosen, options, row_of
 
@@ -134,6 +138,7 @@ FAR: Members = {
     "truncated_ends": "middle cut before the first layer",
     "random": "random dropped",
 }
+OURS_FAR = ("predicted", "learned")
 
 
 def on_far_text(text: str) -> tuple[str, ...]:
@@ -155,6 +160,61 @@ def table_far_context(outcomes: Sequence[Outcome], name: str) -> Table:
     """
     title = "Far context: which tokens may leave when answers depend on distant context (protocol continuation)"
     return comparison.table(outcomes, name, title, FAR_TEXTS)
+
+
+@artefact(far_context_rows)
+def figure_far_context(outcomes: Sequence[Outcome], name: str) -> Figure:
+    """Figure far_context: perplexity added to answers whose facts stand far back, by which tokens leave a prompt and what becomes of them."""
+    found = comparison.frame(outcomes).dropna(subset=["delta_ppl_pct"])
+    found = found[found["key"].isin([*FAR])]
+    order = [*found[found["panel"] == next(iter(FAR_TEXTS))].sort_values("delta_ppl_pct")["key"]]
+    order += [key for key in FAR if key not in order]
+    with style():
+        drawing, plots = panels(1, len(FAR_TEXTS), size=(9, 3.2), sharey=True)
+        for plot, (text, title) in zip(plots.flat, FAR_TEXTS.items(), strict=True):
+            rows = found[found["panel"] == text].set_index("key")
+            for place, key in enumerate(order):
+                if key not in rows.index:
+                    continue
+                row = rows.loc[key]
+                value, low, high = (float(row[f"delta_ppl_pct{end}"]) for end in ENDS)
+                colour = PALETTE[1] if key in OURS_FAR else PALETTE[3]
+                look: dict[str, Any] = {"color": colour, "marker": "o" if key in OURS_FAR else "s", "linestyle": ""}
+                plot.errorbar(value, place, xerr=whiskers(value, low, high), elinewidth=0.9, capsize=2, **look)
+                plot.annotate(f"{value:+.1f}", (max(value, high), place), (4, 0), textcoords="offset points", va="center")
+            plot.axvline(0, color="black", linewidth=0.8, linestyle="-", marker="")
+            plot.set_title(title)
+            plot.set_xlabel("Δ perplexity, % of dense")
+            low, high = plot.get_xlim()
+            plot.set_xlim(low, high + 0.12 * (high - low))  # room for the last number
+            plot.grid(axis="y", visible=False)
+        printed = {row.key: row.technique for row in far_context_rows()}
+        plots[0, 0].set_yticks(range(len(order)), [printed[key] for key in order])
+        plots[0, 0].invert_yaxis()
+    saved = found["prompt_executed_flops_saved_pct"]
+    work = f" Each saves {saved.min():.0f} to {saved.max():.0f}% of the prompt's work." if len(found) else ""
+    caption = (
+        f"Perplexity of the tokens after a prompt whose answers stand far back.{work} Round and red: K/V are predicted. Bars: 95% intervals, "
+        "paired by window.",
+        *provenance.notes(outcomes),
+    )
+    ends = [f"delta_ppl_pct{end}" for end in ENDS]
+    shown = found[["panel", "key", "technique", "prompt_executed_flops_saved_pct", *ends, "record"]]
+    title = "Answers that stand far back, by which tokens leave a prompt"
+    return Figure(name, title, shown.reset_index(drop=True), drawing, caption, finding=_far_finding(found))
+
+
+def _far_finding(found: pd.DataFrame) -> str:
+    """What predicting costs on either text, beside cutting and dropping the oldest; nothing where one was not measured."""
+    costs = found.set_index(["key", "panel"])["delta_ppl_pct"]
+    said = []
+    words = {"predicted": "predicting K/V costs", "truncated": "cutting the oldest", "position": "dropping them"}
+    for key, what in words.items():
+        both = [costs[key, text] for text in FAR_TEXTS if (key, text) in costs.index]
+        if len(both) < len(FAR_TEXTS):
+            return ""
+        said.append(f"{what} {' and '.join(f'{cost:+.1f}%' for cost in both)}")
+    return f"Answers far back: {', '.join(said)} perplexity"
 
 
 # --- lengths ----------------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 
 import pandas as pd
 
@@ -92,13 +93,18 @@ def paper_percentiles() -> dict[str, dict[str, float]]:
 
 def shares(record: Record) -> dict[str, float]:
     """Percent of the tokens at each width in the layers that hold widths, and the mean width in bits; from the record's trace."""
+    if record.trace_path is None:
+        return {}
+    mix = _mix(record.trace_path)
+    return {column: 100 * mix[width] for width, column in WIDTHS.items()} | {"mean_bits": sum(w * s for w, s in mix.items())}
+
+
+@cache  # a trace takes a quarter of a second, and several claims ask for one
+def _mix(trace: Path) -> dict[int, float]:
     from quicksilver.runtime.quantized.codes import mix_of
     from quicksilver.runtime.trace import Trace
 
-    if record.trace_path is None:
-        return {}
-    mix = mix_of(Trace.load(record.trace_path))
-    return {column: 100 * mix[width] for width, column in WIDTHS.items()} | {"mean_bits": sum(w * s for w, s in mix.items())}
+    return mix_of(Trace.load(trace))
 
 
 # --- claims -----------------------------------------------------------------------------------------------------------------------
@@ -149,7 +155,27 @@ def answers() -> dict[str, tuple[AnsweredBy, ...]]:
     found["o.static.lead_on_static_pct"] = tuple(
         AnsweredBy(row.panel, row.key, of=partial(_lead, row.key), note=note) for row in guided
     )
+    # Table 11's run alone is this one, and P.4's too. E.9 states what is gained beyond 8 bits.
+    alone = [row for row in guided if row.section == PRINTED]
+    for claim in ("table11", "p4"):
+        found[f"{claim}.isolated.quantization.flops_saved_pct"] = tuple(app_j(row.panel, row.key) for row in alone)
+    (beyond,) = (row for row in alone if row.panel == "all")  # of the other protocol: sweeps/multiruns.py
+    for name, of in (("delta_ppl", _added), ("flops_saved_pct", _beyond_8_bits)):
+        answer = AnsweredBy(beyond.panel, beyond.key, of=partial(of, beyond.key), note="against a uniform 8 bits")
+        found[f"e9.quantization.{name}"] = (answer,)
     return found
+
+
+def _added(key: str, panel: Mapping[str, Outcome]) -> Estimate | None:
+    """Percent of perplexity that widths by entropy have more than a uniform 8 bits."""
+    lead = _lead(key, panel)
+    return None if lead is None else Estimate.of(lead, -1)
+
+
+def _beyond_8_bits(key: str, panel: Mapping[str, Outcome]) -> Estimate | None:
+    """Percent of the operations of a uniform 8 bits, in the paper's ledger, that widths by entropy do not need."""
+    guided, static = panel[key].record, panel["uniform8"].record
+    return None if guided is None or static is None else saved_pct(guided, static, "paper_flops")
 
 
 def two_bits(record: Record) -> Estimate | None:

@@ -21,7 +21,6 @@ from quicksilver.report.claims.reported import reported
 from quicksilver.report.table import Table
 
 from ..sweeps import table_fair_trial as fair_trial
-from .quantization import app_j
 from .techniques import MECHANISMS, chosen, steps
 
 PANELS = {
@@ -50,8 +49,6 @@ BESIDE: dict[str, dict[str, str | tuple[str, str]]] = {
         "predicted.50": "at 50%",
     },
 }
-_APP_J = tuple(app_j(panel, "isolated.quantization") for panel in PANELS)
-ANSWERS = {f"{claim}.isolated.quantization.flops_saved_pct": _APP_J for claim in ("table11", "p4")}
 
 
 def rows() -> list[Row]:

@@ -1,4 +1,4 @@
-"""Table 7 and the picture of it by layer: where the time of a pass goes, dense, with all four mechanisms, and halting by attention.
+"""Table 7 and the picture of it by layer: where the time of a pass goes, dense, with the mechanisms together, and halting by attention.
 
 One pass over a batch of prompts, taken apart in a pass of its own; the rows below the sum say how far that is from the untouched pass.
 The paper's seven rows are measured as it defines them where it does (App. K); what it leaves out is listed below them.
@@ -18,7 +18,7 @@ from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, artefact
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
-from quicksilver.report.figure import HATCHES, PALETTE, Figure, legend_below, panels, style
+from quicksilver.report.figure import GREY, HATCHES, PALETTE, Figure, legend_below, panels, style
 from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number, signed, time_difference_cell
 
 from . import costs
@@ -38,8 +38,9 @@ COMPONENTS = {  # as `quicksilver.measure.components` names them -> what is prin
     "model": "Rest of the model",
 }
 IN_THE_PAPER = [*COMPONENTS][:6]
-LAYERED = {costs.DENSE: "dense", costs.JOINT: "all four", costs.BUDGET: "halting by attention"}
-RUNS = {"joint": costs.JOINT, "budget": costs.BUDGET}
+THREE = "cumulative.fusion"  # all four without bit-widths, whose times say nothing where they are simulated
+HEADINGS = {costs.JOINT: "all four", THREE: "without bit-widths", costs.BUDGET: "halting by attention"}
+RUNS = {"joint": costs.JOINT, "three": THREE, "budget": costs.BUDGET}
 TOTAL, SUM = "total", "sum"
 
 
@@ -83,6 +84,11 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     return pd.DataFrame(_rows(*_runs(outcomes)))
 
 
+def simulated(run: str, record: Record) -> dict[str, Any]:
+    """What stands in the place of its times where they are of simulated widths."""
+    return {f"{run}_method": costs.SIMULATED} if record.simulated else {}
+
+
 def _rows(records: Mapping[str, Record], floors: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     def row(section: str, key: str, technique: str) -> dict[str, Any]:
         entry = reported().get(f"table7.{key}")
@@ -94,10 +100,11 @@ def _rows(records: Mapping[str, Record], floors: Mapping[str, Mapping[str, Any]]
         for run, record in records.items():
             for who in ("dense", run):
                 part = breakdown(record, who).components.get(component)
-                if part is not None and f"{who}_ms" not in found:
+                if part is not None and f"{who}_ms" not in found and (who == "dense" or not record.simulated):
                     found[f"{who}_ms"], found[f"{who}_iqr_ms"] = part.median_ms, part.iqr_ms
             floor = floors[run][comparison.FLOOR]
-            if (gone := saved(record, component, floor)) is not None:
+            found |= simulated(run, record)
+            if not record.simulated and (gone := saved(record, component, floor)) is not None:
                 found |= {f"{run}_is_own": gone[1] > floor, f"{run}_saved_pct": gone[0], f"{run}_noise_pct": gone[1]}
         yield found
     for key, technique in ((TOTAL, "Total: the untouched pass"), (SUM, "Sum of the above")):
@@ -107,6 +114,9 @@ def _rows(records: Mapping[str, Record], floors: Mapping[str, Mapping[str, Any]]
                 one.headline_ms if key == TOTAL else one.sum_ms for one in (breakdown(record, "dense"), breakdown(record, run))
             )
             found.setdefault("dense_ms", dense)
+            if record.simulated:
+                found |= simulated(run, record)
+                continue
             pass_ratio = costs.components(record).run_ratio
             ratio = pass_ratio.median if key == TOTAL and pass_ratio is not None else mine / dense
             floor = floors[run][comparison.FLOOR]
@@ -114,12 +124,14 @@ def _rows(records: Mapping[str, Record], floors: Mapping[str, Mapping[str, Any]]
         yield found
     found = row("All of it", "residual", "Sum off by %")
     for run, record in records.items():
-        found[f"{run}_residual_pct"] = breakdown(record, run).residual_pct
+        found |= simulated(run, record) or {f"{run}_residual_pct": breakdown(record, run).residual_pct}
         found.setdefault("dense_residual_pct", breakdown(record, "dense").residual_pct)
     yield found
 
 
 def _ms(key: str, row: Mapping[str, Any]) -> Lines:
+    if row.get(f"{key}_method") == costs.SIMULATED:
+        return (costs.SIMULATED,)
     residual, value, around = (number(row, f"{key}_{part}") for part in ("residual_pct", "ms", "iqr_ms"))
     if residual is not None or value is None:
         return (NO_VALUE if residual is None else f"{signed(residual)}%",)
@@ -162,7 +174,7 @@ ANSWERS = {
 } | {"table7.caption.speedup_pct": _answer(TOTAL, "speedup_pct")}
 
 
-@artefact(partial(costs.rows, costs.DENSE, costs.JOINT, costs.BUDGET), answers=ANSWERS)
+@artefact(partial(costs.rows, costs.DENSE, *RUNS.values()), answers=ANSWERS)
 def table07_component_latency(outcomes: Sequence[Outcome], name: str) -> Table:
     """Table 7: latency by component, dense inference against all four mechanisms, and against halting by attention."""
     columns = [
@@ -173,7 +185,7 @@ def table07_component_latency(outcomes: Sequence[Outcome], name: str) -> Table:
         Column("measured, ms", "dense", partial(_ms, "dense")),
     ]
     for run, key in RUNS.items():
-        heading = LAYERED[key]
+        heading = HEADINGS[key]
         columns += [Column(heading, "ms", partial(_ms, run)), Column(heading, "saved %", partial(_saved_cell, run))]
     rounds = {record.config["measure"]["components"]["repeats"] for record in costs.by_key(outcomes).values()}
     legend = (
@@ -183,6 +195,7 @@ def table07_component_latency(outcomes: Sequence[Outcome], name: str) -> Table:
         "of the component's two interquartile ranges where that is larger and printed in the cell.",
         "Sum off by: how far the sum of the components is from the untouched pass, which is timed in the same rounds. It is the "
         "cost of the timing marks, and noise.",
+        "simulated: float products stand in for those at fewer bits, so there is no time. Without bit-widths: the other three mechanisms.",
         "Attention includes K/V projected for halted tokens. Quantization is coding and decoding; products at fewer bits count "
         "for the component whose float product they replace. The dense column is that of the first run.",
         "The paper measured GPT-2 774M on an A100. Its milliseconds cannot be compared with another model or machine.",
@@ -201,51 +214,65 @@ GROUPS = {
     "norms": ("norms",),
     "KV write": ("kv_write",),
     "signals, decisions, fusion": ("decisions", "fusion"),
-    "quantization, gather, masks": ("quantization", "gather_scatter", "runtime"),
+    "gather, masks": ("gather_scatter", "runtime"),
 }
+LAYERED = {costs.DENSE: "Dense", THREE: "Halting, KV skipping, fusion", costs.BUDGET: "Halting by attention"}
 
 
 def layers(record: Record, key: str) -> pd.DataFrame:
-    """Milliseconds by group and layer (from 1) of a record."""
-    found = costs.components(record).ours.layers_ms
-    n_layers = len(next(iter(found.values())))
-    return pd.DataFrame(
-        [
-            {"run": key, "group": group, "layer": layer + 1, "ms": sum(found[one][layer] for one in components if one in found)}
-            for group, components in GROUPS.items()
-            for layer in range(n_layers)
-        ]
-    )
+    """Time by group and layer (from 1) of a record, in milliseconds and in percent of that layer in the dense pass of the same record, which
+    takes turns with it: other records were timed on a machine that was busy otherwise."""
+    found = costs.components(record)
+    ours, dense = found.ours.layers_ms, found.dense.layers_ms
+    n_layers = len(next(iter(dense.values())))
+    rows = []
+    for layer in range(n_layers):
+        whole = sum(times[layer] for times in dense.values())
+        for group, members in GROUPS.items():
+            ms = sum(ours[one][layer] for one in members if one in ours)
+            row = {"run": key, "group": group, "layer": layer + 1, "ms": ms, "dense_layer_ms": whole}
+            rows.append(row | {"pct_of_dense": 100 * ms / whole})
+    return pd.DataFrame(rows)
 
 
 @artefact(partial(costs.rows, *LAYERED))
 def figure_layer_times(outcomes: Sequence[Outcome], name: str) -> Figure:
-    """Figure layer-times: where the time of each layer goes, dense, with all four mechanisms, and halting by attention (App. K, layerwise)."""
+    """Figure layer-times: where the time of each layer goes, dense, with the paper's mechanisms, and halting by attention (App. K, layerwise).
+
+    Every record is set against the dense pass of its own. Bit-widths are left out: they are simulated and have no time.
+    """
     records = costs.by_key(outcomes)
     there = [key for key in LAYERED if key in records]
     found = pd.concat([layers(records[key], key) for key in there], ignore_index=True)
+    totals = {str(key): 100 * mine["ms"].sum() / _dense_ms(mine) for key, mine in found.groupby("run")}
     with style():
         drawing, axes = panels(1, len(there), size=(8.6, 3.2), sharey=True)
         for plot, key in zip(axes.flat, there, strict=True):
-            mine = found[found["run"] == key].pivot(index="layer", columns="group", values="ms")
+            mine = found[found["run"] == key].pivot(index="layer", columns="group", values="pct_of_dense")
             bottom = 0 * mine.iloc[:, 0]
             for place, group in enumerate(GROUPS):
                 look = {"color": PALETTE[place], "hatch": HATCHES[place], "edgecolor": "white", "linewidth": 0.2}
                 plot.bar(mine.index, mine[group], bottom=bottom, width=0.8, label=group, **look)
                 bottom = bottom + mine[group]
-            plot.set(title=LAYERED[key], xlabel="layer")
+            plot.axhline(100, color=GREY, linewidth=0.8, linestyle="-", marker="")
+            plot.set_title(LAYERED[key] if key == costs.DENSE else f"{LAYERED[key]}:\n{totals[key]:.0f}% of its own dense pass")
+            plot.set_xlabel("layer")
             plot.set_xticks(sorted({1, *range(4, len(mine) + 1, 4), len(mine)}))
             plot.grid(axis="x", visible=False)
-        axes[0, 0].set_ylabel("time in one pass, ms")
+        axes[0, 0].set_ylabel("time, % of the same layer's\nin the record's dense pass")
         legend_below(drawing, axes[0, 0].get_legend_handles_labels()[0], ncols=len(GROUPS))
     caption = (
-        "Medians over rounds of one pass over a batch of prompts. The components are timed in a pass of their own; Table 7 "
-        "compares their sum with an untouched pass. Embedding and output head belong to no layer.",
+        "Medians over rounds of one pass over a batch of prompts. Each record is compared with the dense pass that took turns with it. Grey line: "
+        "that pass. Bit-widths are simulated: they have no time and are left out. Embedding and output head belong to no layer.",
+        "The components are timed in a pass of their own; Table 7 compares their sum with an untouched pass.",
         *provenance.notes(outcomes),
     )
-    total, finding = found.groupby("run")["ms"].sum(), ""
-    if {costs.DENSE, costs.JOINT} <= {*there}:
-        finding = (
-            f"With all four mechanisms the layers take {total[costs.JOINT] / total[costs.DENSE]:.2f} times the dense model's time"
-        )
+    said = {THREE: "with halting, KV skipping and fusion", costs.BUDGET: "with halting by attention"}
+    parts = [f"{totals[key]:.0f}% {words}" for key, words in said.items() if key in totals]
+    finding = f"The layers take, of their own dense pass: {', '.join(parts)}" if parts else ""
     return Figure(name, "Where the time of each layer goes", found, drawing, caption, finding=finding)
+
+
+def _dense_ms(found: pd.DataFrame) -> float:
+    """All layers of the dense pass."""
+    return float(found.drop_duplicates("layer")["dense_layer_ms"].sum())

@@ -20,7 +20,7 @@ from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row, artefact
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate
-from quicksilver.report.table import Column, Panel, Table, number, time_cell
+from quicksilver.report.table import Cell, Column, Panel, Table, filled, number, time_cell
 
 from ..ablation.techniques import row_of, steps
 
@@ -29,6 +29,7 @@ PANEL = "continuation"
 OVERRIDES = (f"protocol={PANEL}", "measure=cost", "dataset.windows=8")
 DENSE, JOINT, BUDGET = "baseline", "cumulative.quantization", "budget"
 BELOW = "below resolution"
+SIMULATED = "simulated"  # float products stand in for the quantised ones: times and joules say nothing
 
 
 def rows(*keys: str) -> list[Row]:
@@ -60,6 +61,11 @@ def time_saved(ratio: Quartiles, floor_pct: float) -> Estimate:
     """A ratio of times as percent saved, between its quartiles."""
     value, low, high = comparison.time_saved("", ratio).values()
     return Estimate(value, low, high, floor_pct)
+
+
+def or_simulated(cell: Cell | str) -> Cell:
+    """A cell of a time or of joules, or `simulated`."""
+    return lambda row: (SIMULATED,) if row.get("method") == SIMULATED else filled(cell, row)
 
 
 def components(record: Record) -> ComponentsResult:
@@ -107,6 +113,8 @@ def energy_note(outcomes: Sequence[Outcome]) -> str:
 
 
 def _served(record: Record) -> dict[str, Any]:
+    if record.simulated:
+        return {"method": SIMULATED}
     found = record.measured("deployment", DeploymentResult)
     mine = found.ours
     row: dict[str, Any] = {"first_token_ms": mine.first_token_ms.median, "first_token_iqr_ms": mine.first_token_ms.iqr}
@@ -115,11 +123,6 @@ def _served(record: Record) -> dict[str, Any]:
     if found.per_token_ratio is not None:
         row |= comparison.time_saved("saved_pct", found.per_token_ratio) | {comparison.FLOOR: found.noise_floor_pct}
     return row
-
-
-def _per_token(record: Record) -> Estimate:
-    ms = record.measured("deployment", DeploymentResult).ours.per_token_ms
-    return Estimate(ms.p50, ms.p50, ms.p95)
 
 
 def _generated(record: Record) -> Estimate | None:
@@ -133,8 +136,7 @@ def _answers() -> dict[str, AnsweredBy]:
     found = {key: AnsweredBy(PANEL, key, of_record=_generated, note=note) for key in (row.key for row in rows()) if "." in key}
     answers = {f"table11.{key}.speedup_pct": answer for key, answer in found.items()}
     answers |= {f"section3.{key}.speedup_pct": found[key] for key in ("isolated.halting", "isolated.fusion")}
-    per_token = AnsweredBy(PANEL, JOINT, of_record=_per_token, note="median, to the 95th percentile")
-    return answers | {"j.budget.time_per_output_token_ms": per_token}
+    return answers
 
 
 @artefact(rows, answers=_answers())
@@ -143,9 +145,11 @@ def table_deployment(outcomes: Sequence[Outcome], name: str) -> Table:
     found = measured(outcomes, _served)
     columns = (
         Column("", "technique", "{technique}", align="left"),
-        Column("ms to the first token", "median", "{first_token_ms:.1f}\n± {first_token_iqr_ms:0.5*.1f}"),
+        Column("ms to the first token", "median", or_simulated("{first_token_ms:.1f}\n± {first_token_iqr_ms:0.5*.1f}")),
         *(Column("ms per token after it", percentile, f"{{{percentile}_ms:.1f}}") for percentile in ("p50", "p95", "p99")),
-        Column("per token", "saved %", lambda row: time_cell(number(row, "saved_pct"), number(row, comparison.FLOOR))),
+        Column(
+            "per token", "saved %", or_simulated(lambda row: time_cell(number(row, "saved_pct"), number(row, comparison.FLOOR)))
+        ),
         Column("", "tokens/s", "{tokens_per_s:.1f}"),
         Column("", "in budget %", "{within_budget_pct:.1f}", expendable=1),
     )
@@ -156,7 +160,7 @@ def table_deployment(outcomes: Sequence[Outcome], name: str) -> Table:
     )
     legend = (
         f"One request at a time through generate(), greedy: {said}. Run and dense take turns; the dense row is the dense record's own.",
-        f"saved: mean time per token, in percent of dense inference, round by round. {comparison.NOISE}",
+        f"saved: mean time per token, in percent of dense inference, round by round. {comparison.NOISE} simulated: no time.",
         "p99: - where fewer than 100 tokens were timed. tokens/s: over the whole call, prompt included.",
     )
     notes = (*comparison.noise_note(found, "a token's time"), *provenance.notes(outcomes))

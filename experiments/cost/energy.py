@@ -8,7 +8,6 @@ parts; then the clock, and the energy.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -28,6 +27,7 @@ from quicksilver.report.figure import GREY, HATCHES, PALETTE, Figure, panels, st
 from quicksilver.report.table import ENDS, NO_VALUE, Column, Lines, Panel, Table, number, numbers, signed, time_cell
 from quicksilver.runtime.errors import ConfigError
 
+from ..ablation.impact import folded
 from . import costs
 
 # row -> what F.2 says of it: (entry of the speedup, entry of the emissions); the full stack is the last step here
@@ -92,13 +92,13 @@ def figure16_speed_emissions(outcomes: Sequence[Outcome], name: str) -> Figure:
         _speed(axes[0, 0], members)
         _energy(axes[0, 1], members)
         for plot in axes.flat:
-            plot.set_xticks(range(len(members)), [textwrap.fill(row["technique"], 10, break_long_words=False) for row in members])
+            plot.set_xticks(range(len(members)), [folded(row["technique"], 10) for row in members])
             plot.set_xlim(-0.6, len(members) - 0.4)
             plot.grid(axis="x", visible=False)
     caption = (
         "Each step has one mechanism more. Left: decrease of the wall clock of a batch against dense inference, which takes turns with it; whiskers: "
         "quartiles; grey band: noise floor (A/A, pooled), within which nothing is a speedup. Right: net joules per token in percent of dense ones of the same "
-        "run, with joules, grams of CO₂ and the method at each; no bar: below the resolution.",
+        "run, with joules, grams of CO₂ and the method at each; no bar: below the resolution, or simulated.",
         costs.energy_note(outcomes),
         *comparison.noise_note(members, "a batch's time"),
         "The paper: F.2, grams per token of GPT-2 774M on an A100, in percent of its dense 0.51 g.",
@@ -124,11 +124,13 @@ def drawn(outcomes: Sequence[Outcome]) -> pd.DataFrame:
 
 
 def _costs(record: Record) -> dict[str, Any]:
+    if record.simulated:  # the products of simulated widths are in float: their joules say nothing
+        return {"method": costs.SIMULATED}
     energy = costs.energy(record)
     ours = energy.ours
     row: dict[str, Any] = {"method": costs.method(record)}
     row |= {name: getattr(ours, name) for name in ENERGY}
-    if record.dense_fingerprint is None or record.simulated:
+    if record.dense_fingerprint is None:
         return row if isinstance(energy.dense.net_j_per_token, str) else row | {"energy_pct": 100.0}
     latency = record.measured("latency", LatencyResult)
     row |= comparison.time_saved("speedup_pct", latency.latency_ratio) | {comparison.FLOOR: latency.noise_floor_pct}
@@ -150,7 +152,8 @@ def _speed(plot: Axes, members: Sequence[Mapping[str, Any]]) -> None:
             end, va = (low, "top") if below else (max(high, 0), "bottom")
             plot.annotate("≈ 0\n(noise)" if within else f"{value:+.1f}", (place, end), (0, -4 if below else 4), va=va, **at)
         elif place:
-            plot.annotate("not timed" if row["status"] == comparison.MEASURED else row["status"], (place, 0), (0, 4), **at)
+            missing = "simulated:\nnot timed" if row.get("method") == costs.SIMULATED else "not timed"
+            plot.annotate(missing if row["status"] == comparison.MEASURED else row["status"], (place, 0), (0, 4), **at)
         _beside(plot, place, row, "reported_speedup_pct")
     plot.axhline(0, color=GREY, linewidth=0.8, linestyle="-", marker="")
     plot.plot([], [], label="the paper", **_DIAMOND)
@@ -163,7 +166,7 @@ def _energy(plot: Axes, members: Sequence[Mapping[str, Any]]) -> None:
     at: dict[str, Any] = {"textcoords": "offset points", "ha": "center"}
     for place, row in enumerate(members):
         value, around = number(row, "energy_pct"), number(row, "energy_resolution_pct") or 0.0
-        if place and value is not None and number(row, "energy_resolution_pct") is None:
+        if row.get("method") == costs.SIMULATED:
             plot.annotate("simulated:\nno bar", (place, 0), (0, 4), **at)
         elif value is not None:
             plot.bar(place, value, color=PALETTE[4], yerr=around or None, **_BAR)
@@ -203,6 +206,7 @@ STAGES = {
     "wall_saved_pct": ("time", "wall clock", "clock"),
     "joules_saved_pct": ("energy", "joules", "joules"),
 }
+TIMED = [*STAGES][2:]  # what simulated widths do not have
 COLUMNS = [
     *("panel", "section", "key", "technique", "status", *STAGES, "policy_pct", "policy_pct_low", "policy_pct_high"),
     *("wall_saved_pct_low", "wall_saved_pct_high", comparison.FLOOR, comparison.POOLED),
@@ -227,6 +231,10 @@ def _stages(record: Record) -> dict[str, Any]:
     row: dict[str, Any] = {
         "nominal_saved_pct": record.flops_saved_pct("prompt_nominal"),
         "executed_saved_pct": record.flops_saved_pct("prompt_executed"),
+    }
+    if record.simulated:
+        return row | {"method": costs.SIMULATED}
+    row |= {
         "kernel_saved_pct": kernel_saved_pct(record),
         **comparison.time_saved("wall_saved_pct", wall),
         **{f"policy_pct{end}": 100 * (one - 1) for end, one in zip(ENDS, (policy.median, policy.low, policy.high), strict=True)},
@@ -258,11 +266,15 @@ def realization(time_saved_pct: float, flops_saved_pct: float, noise_pct: float)
 def table_waterfall(outcomes: Sequence[Outcome], name: str) -> Table:
     """Table and figure waterfall: how much of what a mechanism promises arrives: operations, kernel time, wall clock, joules."""
     found = frame(outcomes)
-    stages = [Column(group, heading, partial(_cell, stage)) for stage, (group, heading, _) in STAGES.items()]
+    stages = [
+        Column(group, heading, costs.or_simulated(cell) if stage in TIMED else cell)
+        for stage, (group, heading, _) in STAGES.items()
+        for cell in (partial(_cell, stage),)
+    ]
     columns = (
         Column("", "technique", "{technique}", align="left"),
         *stages[:2],
-        Column("time", "policy costs", lambda row: time_cell(number(row, "policy_pct"), number(row, comparison.FLOOR))),
+        Column("time", "policy costs", costs.or_simulated(_policy)),
         *stages[2:],
         Column("", "realized", "{realization:.2f}"),
     )
@@ -273,12 +285,16 @@ def table_waterfall(outcomes: Sequence[Outcome], name: str) -> Table:
         "kernels: time of embedding, attention, MLP, norms and head, without what the runtime adds around them.",
         "realized: wall clock saved over executed operations saved; 1: every operation not executed is time not spent. "
         f"{NO_VALUE} where one of the two is within the noise of the clock, or no operation was saved.",
-        f"{comparison.NOISE} below resolution: idle windows differ by as much.",
+        f"{comparison.NOISE} below resolution: idle windows differ by as much. simulated: no time and no joules.",
         costs.energy_note(outcomes),
     )
     notes = (*comparison.noise_note(found.to_dict("records"), "a prompt's time"), *provenance.notes(outcomes))
     panel = Panel(costs.PANEL, "Saved against dense inference, stage by stage", columns, notes)
     return Table(name, "Waterfall: from operations to joules", found, (panel,), legend)
+
+
+def _policy(row: Mapping[str, Any]) -> Lines:
+    return time_cell(number(row, "policy_pct"), number(row, comparison.FLOOR))
 
 
 def _cell(stage: str, row: Mapping[str, Any]) -> Lines:
@@ -321,15 +337,16 @@ def figure_waterfall(outcomes: Sequence[Outcome], name: str) -> Figure:
     caption = (
         "What is left of dense inference (100) at each stage: nominal operations (the dense formula on active tokens), executed operations (what "
         "ran), kernels (time of the model's own parts), wall clock with its quartiles, net joules. Dark cap on the clock: what deciding costs. "
-        "Hatched: a difference that is no larger than the noise of the instrument.",
+        "Hatched: a difference that is no larger than the noise of the instrument. Simulated widths have no time and no joules.",
         "All of the prompt; joules of the prompt and the tokens after it. The cost of deciding was measured by a run that decides and computes "
         "every token all the same. realized: time saved over executed operations saved; no number where one of the two is within the noise.",
         *comparison.noise_note(found.to_dict("records"), "a prompt's time"),
         costs.energy_note(outcomes),
         *provenance.notes(outcomes),
     )
-    faster = sum((number(row, "wall_saved_pct") or 0.0) > (number(row, comparison.FLOOR) or 0.0) for row in members)
-    finding = f"The clock shows a saving beyond its noise for {faster} of {len(members)} combinations"
+    timed = [row for row in members if number(row, "wall_saved_pct") is not None]
+    faster = sum((number(row, "wall_saved_pct") or 0.0) > (number(row, comparison.FLOOR) or 0.0) for row in timed)
+    finding = f"Time is saved beyond noise in {faster} of the {len(timed)} combinations that have a time"
     return Figure(name, "What is left of dense inference, from operations to joules", found, drawing, caption, finding=finding)
 
 
@@ -340,6 +357,7 @@ def _falls(plot: Any, row: Mapping[str, Any]) -> None:
         saved, low, high = numbers(row, stage)
         if saved is None:
             missing = f"{costs.BELOW} ({row['method']})" if stage == "joules_saved_pct" else "not measured"
+            missing = costs.SIMULATED if row["method"] == costs.SIMULATED else missing
             why = missing if row["status"] == comparison.MEASURED else row["status"]
             plot.annotate(why, (place, 3), ha="center", va="bottom", rotation=90)
             continue
@@ -356,7 +374,7 @@ def _falls(plot: Any, row: Mapping[str, Any]) -> None:
             top = 100 - low
         look = {"textcoords": "offset points", "ha": "center", "zorder": 5}
         box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # the line at 100 must not strike it out
-        plot.annotate("noise" if refused else f"{100 - saved:.0f}", (place, top), (0, 3), bbox=box, **look)
+        plot.annotate(f"{100 - saved:.0f}{' (noise)' * refused}", (place, top), (0, 3), bbox=box, **look)
     plot.axhline(100, color=GREY, linewidth=0.8, linestyle="-", marker="", zorder=0.5)
     ratio = number(row, "realization")
     realized = "" if ratio is None or np.isnan(ratio) else f", realized {ratio:.2f}"

@@ -39,11 +39,11 @@ rows = sentences.runs(*PANELS)  # those of figures 9, 10, 11 and 13
 
 
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
-    """Two by two; the token axes are the same sentence."""
+    """One below the other; the token axes are the same sentence."""
     records = {key: sentences.measured(outcomes, key) for key in PANELS}
     tokens = sentences.labels(records["fusing"].texts[TEXT].tokens)
     with style():
-        drawing, axes = panels(2, 2, size=(15.6, 8.6))
+        drawing, axes = panels(len(PANELS), 1, size=(9, 16))
         frames = []
         for axis, (key, title), panel in zip(axes.flat, PANELS.items(), (_halting, _entries, _lives, _widths), strict=True):
             frame, handles = panel(axis, records[key])
@@ -61,7 +61,18 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         "Bit-widths by entropy, decided at half the depth. Figures 9, 10, 11 and 13 show the panels larger, with their "
         "thresholds.",
     )
-    return Figure(name, "Figure 2: the mechanisms on one sentence", pd.concat(frames, ignore_index=True), drawing, caption)
+    title, data = "Figure 2: the mechanisms on one sentence", pd.concat(frames, ignore_index=True)
+    return Figure(name, title, data, drawing, caption, finding=_finding(data, len(tokens)))
+
+
+def _finding(data: pd.DataFrame, tokens: int) -> str:
+    """How many tokens each panel has that halt, go into a neighbour, and get fewer than 8 bits."""
+    halting, fused, widths = (data[data["panel"] == key] for key in ("overridden", "fusing", "quantization"))
+    halted = halting.loc[halting["kind"] != "full", "slot"].nunique()
+    merged = int((fused["into"] != fused["slot"]).sum())
+    low = widths.loc[widths["bits"] < 8, "slot"].nunique()
+    forced = halting.loc[halting["kind"] == "forced", "slot"].nunique()
+    return f"Of one sentence's {tokens} tokens {halted} halt ({forced} are forced to), {merged} are fused into a neighbour, {low} get fewer than 8 bits"
 
 
 def _halting(axes: Axes, record: Record) -> tuple[pd.DataFrame, list[Any]]:

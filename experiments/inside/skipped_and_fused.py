@@ -14,7 +14,7 @@ from matplotlib.patches import FancyArrowPatch, Patch
 
 from quicksilver.records.record import TRACE, Record
 from quicksilver.report.artefacts import Outcome, artefact
-from quicksilver.report.figure import PALETTE, Figure, panels, style
+from quicksilver.report.figure import PALETTE, Figure, legend_below, panels, style
 
 from .. import drawing as draw
 from . import sentences, trace_counts
@@ -94,7 +94,7 @@ def figure10_kv_skipping(outcomes: Sequence[Outcome], name: str) -> Figure:
         "Right: the share of K/V entries that each layer holds, over all prompts of the run. Dashed: over all layers together.",
     )
     both = pd.concat([frame, shares.assign(token="", entry="all prompts")], ignore_index=True)
-    finding = f"Over all prompts, layers hold {100 * total:.0f}% of the dense model's K/V entries"
+    finding = f"With all four mechanisms, layers hold {100 * total:.0f}% of the dense model's K/V entries of all prompts"
     return Figure(name, "Figure 10: K/V entries, written and skipped", both, drawing, caption, finding=finding)
 
 
@@ -211,7 +211,7 @@ def figure11_fusion_by_layer(outcomes: Sequence[Outcome], name: str) -> Figure:
         look: dict[str, Any] = {"rotation": 40, "ha": "left", "va": "bottom", "rotation_mode": "anchor"}
         for slot, text in words.items():
             panel.text(slot, n_layers + 0.7, phrase(text), **look)
-        panel.legend(handles=lives_keys(), loc="upper center", bbox_to_anchor=(0.5, -0.32), ncols=3)
+        legend_below(drawing, lives_keys(), ncols=3)
     merged = (frame["into"] != frame["slot"]).sum()
     caption = sentences.caption(
         outcomes,

@@ -194,14 +194,15 @@ def _tree(axes: Axes, frame: pd.DataFrame) -> None:
     rows = frame[frame["part"] == "prompt"].set_index("branch")
     share = rows["share_pct"]
     asked_second = 100 - share["halted"]
-    axes.set(xlim=(-0.05, 10.65), ylim=(0.3, 5.7))
+    axes.set(xlim=(-0.4, 10.65), ylim=(0.3, 5.7))
     axes.axis("off")
     _arrow(axes, (1.5, 4.9), (1.95, 4.9), 100, "")
-    _arrow(axes, (4.25, 4.9), (6.1, 4.9), asked_second, f"no {asked_second:.1f}%")
+    _arrow(axes, (4.25, 4.9), (6.1, 4.9), asked_second, "")
+    axes.text(5.15, 5.3, f"no\n{asked_second:.1f}%", ha="center", va="bottom", linespacing=1.2)
     _arrow(axes, (3.1, 4.2), (2.6, 2.25), share["halted"], "yes")
     _arrow(axes, (7.1, 4.2), (6.1, 2.25), share["merged"], "yes")
     _arrow(axes, (8.1, 4.2), (9.1, 2.25), share["full"], "no")
-    _box(axes, (0.75, 4.9), 1.5, 1.4, "every token\nof a prompt")
+    _box(axes, (0.58, 4.9), 1.84, 1.4, "every token\nof a prompt")
     _box(axes, (3.1, 4.9), 2.3, 1.4, "stable?\ndrift < τ and\nentropy < τ")
     _box(axes, (7.6, 4.9), 3.0, 1.4, "like its neighbour?\namong the closest\nof its prompt")
     for branch, place in (("halted", 2.2), ("merged", 5.7), ("full", 9.2)):

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
+from quicksilver.measure.strata import against_null
 from quicksilver.measure.words import SIGNALS_OF_WORDS, WORDS, Means, WordClassesResult, WordSignalsResult
 from quicksilver.records.record import Record
 from quicksilver.records.stats import bootstrap
@@ -72,7 +73,7 @@ def result(record: Record) -> WordClassesResult:
 
 
 def _answer(*names: str, note: str = "") -> AnsweredBy:
-    """The lowest rate of these classes by the paper's tags, in percent, and how far it is from that of any tokens."""
+    """The lowest rate of these classes by the paper's tags, in percent, and how far it is from that of any tokens of the paper's classes."""
 
     def lowest(record: Record) -> str:
         return min(names, key=lambda name: result(record).of(name, "paper").halted.value)
@@ -80,9 +81,12 @@ def _answer(*names: str, note: str = "") -> AnsweredBy:
     def rate(record: Record) -> Estimate:
         return Estimate.of(result(record).of(lowest(record), "paper").halted, 100)
 
-    def beyond(record: Record) -> Estimate | None:
-        null = result(record).of(lowest(record)).nulls.get("random")
-        return None if null is None else Estimate.of(null.beyond, 100)
+    def beyond(record: Record) -> Estimate:
+        tokens = pd.read_parquet(record.path / WORDS, columns=["paper_class", "halt_layer", "sentence"])
+        tokens = tokens[tokens["paper_class"].isin([one for one, (_, claim) in CLASSES.items() if claim])]
+        halted, member = tokens["halt_layer"] <= result(record).layer, tokens["paper_class"] == lowest(record)
+        null = against_null(halted.to_numpy(), member.to_numpy(), np.zeros(len(tokens), int), tokens["sentence"].to_numpy())
+        return Estimate.of(null.beyond, 100)
 
     said = "; ".join(filter(None, ("drift and entropy, calibrated, half of the depth", note)))
     return AnsweredBy(runs.HALTING, runs.MAIN, of_record=rate, beyond_chance=beyond, note=said)
@@ -281,7 +285,7 @@ def _deepening(words: str) -> AnsweredBy:
     def of(record: Record) -> Estimate:
         return _deepened(record.measured("word_signals", WordSignalsResult).entropy_nats[words])
 
-    note = f"{words} words, logit lens of the dense model, last layer that is looked at, less half of the depth"
+    note = f"{words} words, logit lens of the dense model, last layer that is looked at, less half of the depth; table lenses says what that lens knows"
     return AnsweredBy(runs.HALTING, runs.MAIN, of_record=of, note=note)
 
 

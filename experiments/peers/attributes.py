@@ -17,11 +17,12 @@ from typing import Any
 import pandas as pd
 
 from quicksilver.report.artefacts import Outcome, artefact
-from quicksilver.report.figure import PALETTE, Figure, panels, style
+from quicksilver.report.figure import INKS, Figure, panels, style
 from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table
 
 VERBS = ("halt", "skip_kv", "fuse", "set_bits")  # of TokenState
 METHODS = ("merge_cache", "evict", "span", "applied")  # of the kinds of module that are no TokenPolicy
+_OLD_NAMES = ("quicksilver", "quicksilver_50")  # of predicted_kv
 _CONTROLS = ("quicksilver.modules.controls", "quicksilver.fitting")  # nulls, oracles and controls are no techniques
 
 
@@ -35,7 +36,7 @@ def techniques() -> pd.DataFrame:
     from quicksilver.runs.parts import build_modules, module_entry
 
     built: dict[type, tuple[str, Any]] = {}
-    for name in sorted(reversed(choices("modules")), key=len):
+    for name in sorted(reversed([name for name in choices("modules") if name not in _OLD_NAMES]), key=len):
         (module,) = build_modules(dict([module_entry(name)]))
         if not type(module).__module__.startswith(_CONTROLS):
             built.setdefault(type(module), (name, module))
@@ -250,15 +251,17 @@ def _wrapped(key: str) -> Callable[[Mapping[str, Any]], Lines]:
 # The first verb that a class has says what it decides about.
 BRANCHES = {
     "halt": "how deep a token goes",
-    "fuse": "which tokens are one",
-    "merge_cache": "which tokens are one",
-    "set_bits": "at which precision a token is held",
+    "fuse": "which tokens merge",
+    "merge_cache": "which tokens merge",
+    "set_bits": "bit-width of a token",
     "skip_kv": "which K/V is kept",
     "evict": "which K/V is kept",
     "span": "how far back queries see",
     "applied": "the model itself: format, decoding",
 }
 _OTHER = "several of these: a preset"
+# Truncation is applied before the model is called, and is no format of it: class -> branch.
+_APART = {"PromptTruncation": "which tokens enter"}
 COLUMNS = ["branch", "module", "class", "acts", "weights", "source", "quicksilver", "height"]
 
 
@@ -285,7 +288,7 @@ def figure01_taxonomy(outcomes: Sequence[Outcome], name: str) -> Figure:
 
         write(0.0, root, "runtime\nacceleration,\nfrozen model", weight="bold")
         for place, (branch, (mean, low, high)) in enumerate(heights.iterrows()):
-            colour = PALETTE[place % len(PALETTE)]
+            colour = INKS[place % len(INKS)]
             axis.plot([0.135, 0.17, 0.17, 0.2], [root, root, mean, mean], color="#8a8a8a", linewidth=0.9, **line)
             write(0.205, mean, branch, color=colour, weight="bold")
             axis.plot([0.475, 0.475], [low - 0.35, high + 0.35], color=colour, linewidth=3, **line)
@@ -301,14 +304,15 @@ def figure01_taxonomy(outcomes: Sequence[Outcome], name: str) -> Figure:
         "token and those before it; in prompts: it reads later tokens too; between passes: it changes the cache alone. None of them trains the model.",
         "Categories of the paper that are not implemented here: " + ", ".join(one.lower() for one, (_, classes) in TABLE_1.items() if not classes) + ".",
     )  # fmt: skip
-    finding = f"Of {leaves} mechanisms for frozen models, {frame['quicksilver'].sum()} are the paper's"
+    finding = f"Of the {leaves} mechanisms of this package, {frame['quicksilver'].sum()} are the paper's"
     return Figure(name, "Figure 1: taxonomy of what is implemented", frame, drawing, said, finding=finding)
 
 
 def taxonomy(found: pd.DataFrame) -> pd.DataFrame:
     """One row a class of `techniques`, by branch: `branch`, `module`, `class`, `acts`, `weights`, `source`, `quicksilver`, `height`."""
     branch = found["verbs"].map(lambda verbs: next((BRANCHES[verb] for verb in BRANCHES if verb in verbs.split(", ")), _OTHER))
-    order = list(dict.fromkeys([*BRANCHES.values(), _OTHER]))
+    branch = found["class"].map(_APART).fillna(branch)
+    order = list(dict.fromkeys([*_APART.values(), *BRANCHES.values(), _OTHER]))
     found = found.assign(branch=branch, quicksilver=found["class"].isin(TABLE_1["QuickSilver"][1]))
     found = found.sort_values(
         ["branch", "module"], key=lambda column: column.map(order.index) if column.name == "branch" else column

@@ -30,6 +30,16 @@ OPTIONS = (
     Sweep("missing_kv", "What later layers see of a halted token"),
     Sweep("decision_depth", "At which fraction of the depth bit-widths are decided", ("paper_flops_saved_pct", "executed_flops_saved_pct")),
 )  # fmt: skip
+
+
+class FromTheLast(Sweep):
+    """Drawn in a colour for each value of its last axis, with the first as labels."""
+
+    def axes(self) -> tuple[str, ...]:
+        """From the last to the first."""
+        return super().axes()[::-1]
+
+
 CONSTANTS = {name: (f"modules=[halting_{name.replace('-', '_')}]",) for name in ("paper-b2", "paper-g2", "paper-fig9")}
 KV_SKIPPING = Sweep(
     "c3_kv_skipping",
@@ -49,7 +59,7 @@ DRAWN = (
     Sweep("b2_halting", "Percentile of drift, of entropy (B.2)"),
     Sweep("minimum_depth", "Layers in which tokens may halt"),
     Sweep("resume_layers", "Last layers that halted tokens rejoin"),
-    Sweep("missing_kv", "Last layers rejoined, K/V of halted tokens"),
+    FromTheLast("missing_kv", "K/V of halted tokens, last layers rejoined"),
     Sweep("c3_kv_skipping", "KV skipping: percentile of attention (C.3)", KV_BYTES[:1], ALONE, "halting alone"),
     Sweep("d3_fusion", "Fusion: depth, percentile of distance (D.3)", PROMPT),
     Sweep("decision_depth", "Depth at which bit-widths are decided", ("paper_flops_saved_pct",)),
@@ -162,7 +172,11 @@ def figure_quantization_grid(outcomes: Sequence[Outcome], name: str) -> Figure:
     cost = [f"base_delta_ppl{end}" for end in ("", "_low", "_high")]
     shown = found[["key", *GRID.axes(), "delta_flops", *cost, "utility", "front", "record"]]
     caption = (*legend(found), *sweeps.notes(outcomes, name))
-    return Figure(name, "Grid of entropy thresholds for bit-widths (E.9)", shown, drawing, caption)
+    chosen, finding = best(found), ""
+    if chosen is not None:
+        what = f"{100 * chosen['delta_flops']:.1f}% fewer FLOPs than 8 bits for {chosen['base_delta_ppl']:+.2f} perplexity"
+        finding = f"Best utility {chosen['utility']:.2f} at τ_low {chosen[LOW]}, τ_high {chosen[HIGH]}: {what}"
+    return Figure(name, "Grid of entropy thresholds for bit-widths (E.9)", shown, drawing, caption, finding=finding)
 
 
 def draw(rows: pd.DataFrame) -> Any:

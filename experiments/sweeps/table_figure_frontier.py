@@ -13,7 +13,7 @@ import pandas as pd
 from quicksilver.report import comparison, provenance, sweeps
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.reported import reported
-from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, label_ends, panels, style, whiskers
+from quicksilver.report.figure import DASHES, GREY, INKS, MARKERS, PALETTE, Figure, label_ends, panels, style, whiskers
 from quicksilver.report.table import KL_CELL, Column, Panel, Table, interval_cell
 
 from ..ablation.techniques import SETTINGS, options
@@ -25,9 +25,9 @@ SHARES = (0.23, 0.34, 0.453, 0.566)  # of the prompt's tokens that leave after a
 DEPTHS = (0.8, 0.7, 0.6, 0.5)
 # key -> what is printed, settings without the dial, the dial and its values
 TECHNIQUES: dict[str, tuple[str, tuple[str, ...], str, tuple[float, ...]]] = {
-    "predicted": ("Dropped, then predicted (budget)", ("quicksilver",), "quicksilver.save", (40, 50)),
+    "predicted": ("Predict K/V (ours)", ("quicksilver",), "quicksilver.save", (40, 50)),
     # Trained gates, whose budget is 40% at ½.
-    "learned": ("Learned (p below)", ("learned_halting",), "learned_halting.threshold", (0.5,)),
+    "learned": ("Learned gates", ("learned_halting",), "learned_halting.threshold", (0.5,)),
     "fused": ("Fusion of the least attended", SETTINGS["fusion"], "token_fusion.fused_share", SHARES),
     "position": ("Halting, oldest", SETTINGS["position"], "halting.halted_share", SHARES),
     "attention": ("Halting, least attended", SETTINGS["attention"], "halting.halted_share", SHARES),
@@ -78,7 +78,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
     saved, cost = paper_bar()
     legend = (
         "share: of the prompt's tokens that leave after a fifth of the depth. Static depth: the depth after which all tokens "
-        "but the last leave. p below: the threshold under which gates that were trained for 40% let a token leave.",
+        "but the last leave. Learned gates: the threshold under which gates that were trained for 40% let a token leave.",
         "saved: executed operations of the prompt, signals included, and resident KV bytes, in percent of dense inference.",
         "Δppl: perplexity of the tokens after the prompt minus dense, with its 95% interval; below it the same in percent.",
         "KL × 100: of the dense model's next-token distribution to the run's, hundredths of a nat a token, with its 95% interval.",
@@ -96,7 +96,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     """All techniques on the left, those that cost little on the right."""
     # Two techniques more than the palette has: in grey and in black.
     colours, shapes, dashes = (*PALETTE, GREY, "#000000"), (*MARKERS, "h", "p"), (*DASHES, "--", "-")
-    ink = (*PALETTE[:5], "#4f8a65", "#a97b12", "#6a6a6a", "#000000")  # of names: pale colours cannot be read
+    ink = (*INKS, "#6a6a6a", "#000000")
     frame = measured(outcomes)
     saved, cost = paper_bar()
     with style():
@@ -117,28 +117,44 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
                     "capsize": 1.5,
                 }
                 plot.errorbar(x, y, yerr=whiskers(y, points["delta_ppl_pct_low"], points["delta_ppl_pct_high"]), **look)
-                ends.append((float(x.max()), float(y[x.idxmax()]), title, ink[place]))
+                if number or y.max() >= _NEAR:
+                    ends.append((float(x.max()), float(y[x.idxmax()]), title, ink[place]))
             plot.axhline(0, color=GREY, linewidth=0.8, linestyle="-", marker="")
-            plot.axhspan(0, cost, color="0.5", alpha=0.25, linewidth=0)
+            plot.axhspan(0, cost, color="#dedede", linewidth=0, zorder=0.5)
             plot.set(
                 xlabel="executed FLOPs of the prompt saved, % of dense", ylabel="Δ perplexity of the tokens after it, % of dense"
             )
             plot.set_title(f"Enlarged: below +{_NEAR:g}%" if number else "All techniques")
             label_ends(plot, ends)
+    windows = frame["windows"].dropna()
     said = (
         "A share of a prompt's tokens leaves it after a fifth of the layers; the name of the line says which ones. Static depth: all tokens but the "
-        f"last leave at one depth. Bars: 95% intervals, paired by window. Grey band: the loss of the paper's abstract, up "
-        f"to +{cost:.1f}%; its {saved:g}% of FLOPs are counted by another formula, of another model, and have no place on this axis. "
-        "In the right picture points are moved sideways a little, so that bars do not cover each other."
+        f"last leave at one depth. Bars: 95% intervals, paired by window{f'; {windows.max():g} windows' if len(windows) else ''}. "
+        f"Grey band: the loss of the paper's abstract, up to +{cost:.1f}%. Its {saved:g}% of FLOPs are counted by another formula and have no place "
+        f"on this axis. Lines below +{_NEAR:g}% are named in the right picture, where points are moved sideways a little."
     )
     title, caption = "Work of a prompt saved against perplexity lost", (said, *sweeps.notes(outcomes, name))
     return Figure(name, title, frame, drawing, caption, finding=_finding(frame))
 
 
+_SAID = {
+    "predicted": "K/V predicted",
+    "truncated": "truncated",
+    "position": "oldest dropped",
+    "drift": "least drift dropped (paper)",
+}
+
+
 def _finding(frame: pd.DataFrame) -> str:
-    """What about 40% of the work costs, by what is predicted, by age and by the paper's signal; nothing where one was not measured."""
+    """What about 40% of the work costs, by what becomes of the tokens: the nearest point of each line, with what it saves where that is
+    not 40%; nothing where one was not measured."""
     apart = (frame["prompt_executed_flops_saved_pct"] - 40).abs()
-    near = frame.loc[apart[apart < 2].index].assign(apart=apart).sort_values("apart").groupby("section")["delta_ppl_pct"].first()
-    said = {"predicted": "predicting K/V", "position": "dropping the oldest", "drift": "dropping by least drift (paper)"}
-    costs = [f"{what} {near[TECHNIQUES[key][0]]:+.1f}%" for key, what in said.items() if TECHNIQUES[key][0] in near]
-    return f"Perplexity when 40% of a prompt's work goes: {', '.join(costs)}" if len(costs) == len(said) else ""
+    near = frame.loc[apart[apart < 5].index].assign(apart=apart).sort_values("apart").groupby("section").first()
+    costs = []
+    for key, said in _SAID.items():
+        if TECHNIQUES[key][0] not in near.index:
+            return ""
+        point = near.loc[TECHNIQUES[key][0]]
+        saved = f" at {point['prompt_executed_flops_saved_pct']:.0f}%" if point["apart"] > 2 else ""
+        costs.append(f"{said} {point['delta_ppl_pct']:+.1f}%{saved}")
+    return f"Perplexity when 40% of a prompt's work goes: {', '.join(costs)}"

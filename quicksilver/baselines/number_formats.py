@@ -127,7 +127,7 @@ def _torchao() -> tuple:
         from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
     except ImportError as error:
         raise ConfigError(
-            f"int8_dynamic: backend='torchao' needs torchao, which cannot be imported ({error}): pip install 'quicksilver[peers]', "
+            f"int8_dynamic: backend='torchao' needs torchao, which cannot be imported ({error}): pip install 'quicksilver-lm[peers]', "
             "or take backend='torch', the same recipe."
         ) from None
     return quantize_, Int8DynamicActivationInt8WeightConfig

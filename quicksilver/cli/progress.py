@@ -30,13 +30,13 @@ def width() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
-def explain(failed: Sequence[Job]) -> None:
+def explain(failed: Sequence[Job], what: str = "Failed") -> None:
     """Why jobs failed, and the command that repeats the first of them alone; jobs with the same trouble share it."""
     troubles: dict[str, list[Job]] = {}
     for job in failed:
         troubles.setdefault(str(job.error) or repr(job.error), []).append(job)
     for trouble, jobs in troubles.items():
-        print(f"\nFailed: {', '.join(job.name for job in jobs)}\n  {trouble}", file=sys.stderr)
+        print(f"\n{what}: {', '.join(job.name for job in jobs)}\n  {trouble}", file=sys.stderr)
         print(f"  To repeat it alone: quicksilver run {shlex.join(jobs[0].overrides)}", file=sys.stderr)
 
 
@@ -59,7 +59,7 @@ def needing(what: str, extra: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "quicksilver":
             raise
-        raise ConfigError(f"{what} needs {error.name}, which is not installed: pip install 'quicksilver[{extra}]'.") from error
+        raise ConfigError(f"{what} needs {error.name}, which is not installed: pip install 'quicksilver-lm[{extra}]'.") from error
 
 
 @contextmanager
@@ -109,11 +109,12 @@ def progress_bar() -> Iterator[Callable[[Progress], None]]:
 @contextmanager
 def watched(steps: Sequence[Planned]) -> Iterator[Callable[[Progress], None]]:
     """Say on stderr how much there is to do and how far it is: a bar with the time left on a terminal, else one line a run."""
-    from quicksilver.report.sweep_status import duration
+    from quicksilver.runs.estimate import duration
 
     if missing := sum(not step.done for step in steps):
         there = len(steps) - missing
-        print(f"{len(steps)} runs behind this, {there} with a record, {missing} to do.", file=sys.stderr, flush=True)
+        runs = f"{len(steps)} run{'s' * (len(steps) != 1)}"
+        print(f"This needs {runs}: {there} have a record, {missing} must be made.", file=sys.stderr, flush=True)
     announced: set[int] = set()
     started = time.monotonic()
     with progress_bar() as bar:

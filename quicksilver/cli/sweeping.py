@@ -30,13 +30,13 @@ from quicksilver.models import parallel
 from quicksilver.models.loading import check_fits
 from quicksilver.models.spec import ModelConfig
 from quicksilver.records import lease
-from quicksilver.report.sweep_status import Board, duration
+from quicksilver.report.sweep_status import Board
 from quicksilver.runs import optuna_sweep as studies
 from quicksilver.runs.choices import explain
 from quicksilver.runs.composing import check_words, hydra_started, is_swept, with_settings
 from quicksilver.runs.config import RunConfig, compose
 from quicksilver.runs.context import RunContext
-from quicksilver.runs.estimate import check_time, estimates, table
+from quicksilver.runs.estimate import check_time, duration, estimates, table
 from quicksilver.runs.launchers import HERE, SERIAL, check_launcher, launch, launcher_name
 from quicksilver.runs.run import Plan, Progress, check_shared, make, parts_of, plan
 from quicksilver.runs.sweep import Manifest, Sweep, SweepRun, check_name, claimed, default_name, expanded, time_left_s
@@ -70,7 +70,9 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
         if sweeper == "optuna":
             return optimise(overrides, settings, extra_dirs, asked)
         if asked.plan:
-            print(table(estimates([compose(words, extra_dirs) for words, _ in runs_of(overrides, settings, extra_dirs)])))
+            swept = runs_of(overrides, settings, extra_dirs)
+            short = [" ".join(word.rpartition(".")[2] for word in differing) for _, differing in swept]
+            print(table(estimates([compose(words, extra_dirs) for words, _ in swept], differing=short)))
             return 0
         with gc_disabled():
             composed = compose_runs(overrides, settings, extra_dirs, asked.yes)

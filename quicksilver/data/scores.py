@@ -99,7 +99,7 @@ def load_metric(metric: str) -> Callable[[Sequence[float], Sequence[float]], dic
         import evaluate
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"measure.task.evaluate={metric} needs {error.name}, which is not installed: pip install 'quicksilver[tasks]'."
+            f"measure.task.evaluate={metric} needs {error.name}, which is not installed: pip install 'quicksilver-lm[tasks]'."
         ) from error
     script = metric.endswith(".py")
     if script and not Path(metric).is_file():

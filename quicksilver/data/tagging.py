@@ -126,7 +126,7 @@ class _Perceptron:
             from nltk.tag.perceptron import PerceptronTagger
         except ImportError:
             raise ConfigError(
-                "dataset.tagger.name=perceptron needs nltk, which is not installed: pip install 'quicksilver[linguistics]'."
+                "dataset.tagger.name=perceptron needs nltk, which is not installed: pip install 'quicksilver-lm[linguistics]'."
             ) from None
         self._tagger: Any = PerceptronTagger(load=False)
         gold = [

@@ -32,7 +32,7 @@ _FILE_NAME = re.compile(rf"(table_figure|table|figure){_NAME}\.py")
 # In a file of any other name, a function `table11_ablation` under `@artefact(…)` is one of the several artefacts of a family.
 _FUNCTION = re.compile(rf"^@artefact\((?:.*\n)+?def ((table|figure){_NAME})\(", re.MULTILINE)
 _AFTER_THE_NUMBERED = 1000
-_NAMED_MODELS = 3  # more do not fit above a figure
+_NAMED = 3  # models, texts: more do not fit above a figure
 _PACKAGE = Path(__file__).resolve().parent.parent
 _ROOT = _PACKAGE.parent if (_PACKAGE.parent / "experiments").is_dir() else _PACKAGE
 
@@ -210,7 +210,7 @@ class Artefact:
             if (error.name or "").split(".")[0] == "quicksilver":
                 raise
             raise ConfigError(
-                f"{self.kind} {self.number} needs {error.name}, which is not installed: pip install 'quicksilver[plots]'."
+                f"{self.kind} {self.number} needs {error.name}, which is not installed: pip install 'quicksilver-lm[plots]'."
             ) from error
 
     @cached_property
@@ -226,14 +226,20 @@ class Artefact:
 
 
 def _measured_on(outcomes: Sequence[Outcome]) -> str:
-    """` (reference-gpt2, protocol all)`: a table says so below each of its panels, a figure in its title."""
+    """` (reference-gpt2; python-docs; protocol all)`: a table says so below each of its panels, a figure in its title."""
     records = [one.record for one in outcomes if one.record is not None]
     if not records:
         return ""
-    models = dict.fromkeys(str(without_folders(record.model.name)) for record in records)
+    models, texts = (
+        [*dict.fromkeys(str(without_folders(name)) for name in names)]
+        for names in ((record.model.name for record in records), (record.data.name for record in records))
+    )
     protocols = dict.fromkeys(record.protocol.name for record in records)
-    named = ", ".join(models) if len(models) <= _NAMED_MODELS else f"{len(models)} models"
-    return f" ({named}; protocol {' and '.join(protocols)})"
+    named = [
+        ", ".join(found) if len(found) <= _NAMED else f"{len(found)} {what}"
+        for found, what in ((models, "models"), (texts, "texts"))
+    ]
+    return f" ({'; '.join(named)}; protocol {' and '.join(protocols)})"
 
 
 def experiments_folder() -> Path:

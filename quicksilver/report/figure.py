@@ -27,9 +27,11 @@ if TYPE_CHECKING:  # matplotlib is for who draws: a file that makes a table as w
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Drawing
     from matplotlib.transforms import Bbox
+    from PIL.Image import Image
 
 # Ordered from dark to light, so that neighbours differ when printed in grey; lines and bars differ by dash, marker and hatch as well.
 PALETTE = ("#14213d", "#9b2226", "#6a4c93", "#1f7a8c", "#ca6702", "#83b692", "#e9c46a")
+INKS = (*PALETTE[:5], "#4f8a65", "#a97b12")  # the same for text and thin lines, which cannot be read in pale colours
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)), (0, (2, 1)))
 HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx", "++++", "oooo")
@@ -42,6 +44,7 @@ _CHARACTERS_AN_INCH = 16  # of the caption's font, with a little room to spare
 _BOLD_AN_INCH = 12  # of the finding's
 _DPI = 160
 _COLOURS = 256
+_AREAS = 64  # the most frequent colours of a picture
 _CAPTION_LINES = 4
 _MOST_ROWS = 500  # in the JSON: longer frames are drawn from traces, and nobody looks records up in them
 _SENTENCE_ENDS = re.compile(r"(?<=[a-z0-9)%”\]][.!?]) (?=[A-Z])")
@@ -107,8 +110,7 @@ class Figure:
 
         content = io.BytesIO()
         whole = Image.open(io.BytesIO(self._picture("png", {"Software": None}))).convert("RGB")
-        # Not by what is frequent: a colour bar is small, and must not change its colours.
-        whole.quantize(_COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(content, "PNG", optimize=True)
+        _in_few_colours(whole).save(content, "PNG", optimize=True)
         return content.getvalue()
 
     def csv(self) -> str:
@@ -160,6 +162,24 @@ class Figure:
             for text in texts:
                 text.remove()
         return content.getvalue()
+
+
+def _in_few_colours(whole: Image) -> Image:
+    """The picture in `_COLOURS`: those of areas as they are, or a grey band would turn purple, and the others near to all that there are: a
+    colour bar is small, and must not change its colours."""
+    from PIL import Image
+
+    pixels = np.asarray(whole).astype(np.int32)
+    codes, back, counts = np.unique(pixels @ (65536, 256, 1), return_inverse=True, return_counts=True)
+    there = codes[:, None] // (65536, 256, 1) % 256
+    areas = there[np.argsort(-counts, kind="stable")[:_AREAS]]
+    covering = whole.quantize(_COLOURS - len(areas), Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).getpalette() or []
+    palette = np.concatenate([areas, np.reshape(covering, (-1, 3))[: _COLOURS - len(areas)]]).astype(np.float32)
+    # |a - b|² without |a|², which is the same for all of the palette
+    nearest = ((palette**2).sum(1) - 2 * there.astype(np.float32) @ palette.T).argmin(1)
+    found = Image.fromarray(nearest[back].reshape(pixels.shape[:2]).astype(np.uint8))
+    found.putpalette(palette.astype(np.uint8).tobytes())
+    return found
 
 
 @contextmanager

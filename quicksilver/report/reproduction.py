@@ -153,18 +153,6 @@ def name_of(name: str, base: RunConfig, overrides: Sequence[str]) -> str:
     return re.sub(r"[^\w.-]", "_", "-".join(parts))  # a model's name may be a path
 
 
-def make_command(artefact: Artefact, overrides: Sequence[str]) -> str:
-    """`make reproduce-table TABLE=11 MODEL=gpt2-large`: what repeats the artefact in a clone."""
-    from quicksilver.runs.config import compose
-
-    parts = ["make", f"reproduce-{artefact.kind}", f"{artefact.kind.upper()}={artefact.numbers[0]}"]
-    selected = [override for override in overrides if override.split("=")[0] in ("model", "dataset")]
-    parts += [f"{key.upper()}={value}" for key, value in (override.split("=", 1) for override in selected)]
-    as_it_is = f"results_dir={compose([]).results_dir}"
-    more = [override for override in overrides if override not in selected and override != as_it_is]
-    return shlex.join(parts) + (f" ARGS={shlex.quote(shlex.join(more))}" if more else "")
-
-
 def command_of(artefact: Artefact, overrides: Sequence[str]) -> str:
     """`quicksilver reproduce table 11 model=gpt2-large`: what repeats the artefact anywhere."""
     return shlex.join(["quicksilver", "reproduce", artefact.kind, artefact.numbers[0], *overrides])
@@ -293,13 +281,14 @@ def fill_readme(readme: Path, results: Path) -> str:
         kind = artefact.kind if artefact is not None else "figure" if name.startswith("figure") else "table"
         path = results / "claims.json" if name == "claims" else results / f"{kind}s" / f"{name}.json"
         if not path.is_file():
-            make = make_command(artefact, ()) if artefact is not None else "make claims"
+            make = command_of(artefact, ()) if artefact is not None else "quicksilver claims"
             raise ConfigError(f"{path} is not there: make it first, {make}.")
         written = read(path)
         names.append(name)
         link = path.with_suffix(".md").as_posix()
         if name == "claims":
-            said = f"[{written.title}]({link}).\n"
+            counts, *others = written.title.split(". ")  # of other models and texts the page says more
+            said = f"[{'. '.join((counts, *others[-1:]))}]({link}).\n"
         elif written.kind == "figure":
             title = artefact.title if artefact is not None else name
             said = f"![{title[:1].upper()}{title[1:]}]({path.with_name(written.pictures[0]).as_posix()})\n"
@@ -334,7 +323,7 @@ def with_cells(text: str, results: Path) -> str:
         shown, source, name, where, column = match.groups()
         path = results / "tables" / f"{name}.csv"
         if not path.is_file():
-            raise ConfigError(f"{path} is not there: make it first, make reproduce.")
+            raise ConfigError(f"{path} is not there: make it first: quicksilver reproduce all.")
         frame = pd.read_csv(path, dtype={"key": str})
         for one in where.split(","):
             key, _, value = one.partition("=")

@@ -17,6 +17,7 @@ from quicksilver.records.record import Record, load_record
 from quicksilver.records.stats import MIN_WINDOWS, paired_perplexity
 from quicksilver.records.store import Store, read_object
 from quicksilver.report.table import NO_VALUE, signed
+from quicksilver.runs.estimate import duration
 from quicksilver.runs.launchers import waiting_jobs
 from quicksilver.runs.sweep import FOLDER, PAGE, RunState, Sweep, names, time_left_s
 from quicksilver.runtime.errors import ConfigError
@@ -235,8 +236,3 @@ def cell(row: Mapping[str, Any], key: str) -> str:
         ends = f" [{signed(row['low'], 2)} {signed(row['high'], 2)}]" if "low" in row else ""
         return signed(value, 2) + ends
     return signed(value) if key.endswith("_pct") else f"{value:.4g}"
-
-
-def duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `3.5 h`."""
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -178,7 +178,10 @@ def compose(overrides: Sequence[str] = (), extra_dirs: Sequence[Path] = ()) -> R
     if isinstance(overrides, str) or not isinstance(overrides, Sequence) or not all(isinstance(word, str) for word in overrides):
         raise ConfigError(f"overrides={overrides!r:.80} is no list of words: give one, such as ['model=reference-gpt2'].")
     readable = quoted(overrides)
-    config = run_config(composed(readable, extra_dirs, files_stamp(extra_dirs)), readable)
+    try:
+        config = _one(readable, extra_dirs)
+    except ConfigError as error:
+        raise ConfigError(_faults(readable, extra_dirs, str(error))) from error
     for entry in config.modules.values():
         if isinstance(entry, dict) and entry.get("_target_") == _PRESET and entry.get("schedule") is None:
             entry |= _own_schedule(config)
@@ -187,6 +190,30 @@ def compose(overrides: Sequence[str] = (), extra_dirs: Sequence[Path] = ()) -> R
 
         return resolved(config)
     return config
+
+
+def _one(words: Sequence[str], extra_dirs: Sequence[Path]) -> RunConfig:
+    return run_config(composed(words, extra_dirs, files_stamp(extra_dirs)), words)
+
+
+def _faults(words: Sequence[str], extra_dirs: Sequence[Path], first: str) -> str:
+    """What is wrong, a line each: the word that a message is about is left out, with what it chooses, and the others are tried again."""
+    said, left = [first], list(words)
+    while True:
+        named = [word for word in left if word in said[-1] or word.partition("=")[0].lstrip("+~") in said[-1]]
+        for word in sorted(named, key=lambda word: word not in said[-1]):
+            key, chooses, _ = word.partition("=")
+            without = [other for other in left if other != word and not (chooses and other.startswith(f"{key}."))]
+            try:
+                _one(without, extra_dirs)
+                return "\n".join(said)
+            except ConfigError as error:
+                if str(error) not in said:
+                    said.append(str(error))
+                    left = without
+                    break
+        else:
+            return "\n".join(said)
 
 
 def _own_schedule(config: RunConfig) -> dict[str, str]:

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -208,20 +208,33 @@ def without_record(configs: Sequence[RunConfig]) -> list[RunConfig]:
     return [config for config in configs if not done(config)]
 
 
-def estimates(configs: Sequence[RunConfig], speed: Speed | None = None, *, fetch: bool = False) -> list[Estimate]:
-    """What each run takes, the dense runs they are compared with included. `fetch`: a text may be fetched, to know how long it is.
+def estimates(
+    configs: Sequence[RunConfig], speed: Speed | None = None, *, fetch: bool = False, differing: Sequence[str] = ()
+) -> list[Estimate]:
+    """What each run takes, the dense runs they are compared with included.
+
+    Args:
+        speed: of the machine; None: it is measured.
+        fetch: a text may be fetched, to know how long it is.
+        differing: for each config, the options in which it differs from the others: they stand before its label.
 
     Raises:
-        ConfigError: a shape that is not known, or a text that is to be scored whole and is not at hand.
+        ConfigError: a shape that is not known, options or a protocol that the run would refuse, or a text that is to be scored whole and is
+            not at hand.
     """
+    from quicksilver.runs.run import check_allowed_by_protocol
+
+    said = {id(config): words for config, words in zip(configs, differing, strict=False) if words}
     shapes: dict[str, Architecture] = {}
     rate, context, found = cache(measured_speed), RunContext(), []
     for config in with_dense(configs):
+        check_allowed_by_protocol(config)
         model, root = config.model, Path(config.data.root).expanduser() if config.data.root else None
         if (key := f"{model.name} {model.path} {model.dtype}") not in shapes:
             shapes[key] = shape_of(model, root)
         windows = config.dataset.windows or _whole(config, context, fetch)
-        found.append(estimate(config, shapes[key], speed or rate(model.dtype, model.device_map), windows))
+        one = estimate(config, shapes[key], speed or rate(model.dtype, model.device_map), windows)
+        found.append(replace(one, label=" | ".join(filter(None, (said.get(id(config)), one.label)))))
     return found
 
 
@@ -258,21 +271,27 @@ def _hours(found: Sequence[Estimate]) -> float:
     return sum(one.seconds for one in found) / 3600
 
 
+def duration(seconds: float) -> str:
+    """`45 s`, `12 min`, `3.5 h`."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 def table(found: Sequence[Estimate]) -> str:
     """One line a run and their sum, for a terminal."""
     if not found:
         return "Every run has its record: nothing would run."
-    lines = [f"{'run':<64} {'PFLOP':>8} {'hours':>8} {'memory':>10} {'record':>10}"]
+    lines = [f"{'run':<64} {'PFLOP':>8} {'time':>8} {'memory':>10} {'record':>10}"]
     for one in found:
-        work = f"{one.flops / 1e15:>8.3g} {one.seconds / 3600:>8.3g}"
+        work = f"{one.flops / 1e15:>8.3g} {duration(one.seconds):>8}"
         lines.append(f"{one.label[:64]:<64} {work} {gibibytes(one.memory_bytes):>10} {gibibytes(one.disk_bytes):>10}")
-    least, most = (sum(one.seconds_between[end] for one in found) / 3600 for end in (0, 1))
+    least, most = (sum(one.seconds_between[end] for one in found) for end in (0, 1))
     memory, disk, here = max(one.memory_bytes for one in found), sum(one.disk_bytes for one in found), memory_bytes()
     lines.append(
-        f"{len(found)} runs: about {_hours(found):.3g} hours on this machine, between {least:.3g} and {most:.3g} by the speeds measured now, "
+        f"{len(found)} run{'s' * (len(found) > 1)}: about {duration(3600 * _hours(found))} on this machine, between {duration(least)} and "
+        f"{duration(most)} by the speeds measured now, "
         f"{gibibytes(memory)} of memory, {gibibytes(disk)} of records on disk. Weights: {gibibytes(max(one.weights_bytes for one in found))}."
     )
-    lines.append(f"A killed or queued run loses one block of windows at most: {max(one.block_seconds for one in found):.2g} s.")
+    lines.append(f"If a run is killed, at most {duration(max(one.block_seconds for one in found))} of its work are lost.")
     if memory > here:
         # What does not fit is read anew in every call.
         traffic = sum(one.calls * min(one.weights_bytes, max(0, one.memory_bytes - here)) for one in found)

@@ -57,7 +57,7 @@ def check_launcher(settings: DictConfig, configs: Iterable[RunConfig], results_d
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
         raise ConfigError(f"hydra.launcher.workers={workers}: needs a whole number, at least 1.")
     if launcher.get("_target_") not in Plugins.instance().class_name_to_class:
-        extra = f"pip install 'quicksilver[{_EXTRAS[name]}]'" if name in _EXTRAS else "install its package"
+        extra = f"pip install 'quicksilver-lm[{_EXTRAS[name]}]'" if name in _EXTRAS else "install its package"
         raise ConfigError(f"hydra/launcher={name} is not installed: {extra}, or leave it out: runs are made one by one.")
     alone, ways = workers == 1, "workers=1"
     if name == SLURM:

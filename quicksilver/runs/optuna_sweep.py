@@ -71,7 +71,7 @@ def study_config(settings: Any) -> StudyConfig:
         ConfigError: optuna is not installed; an objective, direction or sampler that there is not.
     """
     if importlib.util.find_spec("optuna") is None:
-        raise ConfigError("hydra/sweeper=optuna needs optuna: pip install 'quicksilver[optuna]'.")
+        raise ConfigError("hydra/sweeper=optuna needs optuna: pip install 'quicksilver-lm[optuna]'.")
     try:
         found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(StudyConfig), settings))
     except OmegaConfBaseException as error:

@@ -66,11 +66,16 @@ def named_class(key: str, target: str, base: type[T]) -> type[T]:
     if not all(part.isidentifier() for part in target.split(".")) or not module:
         raise ConfigError(f"{where} is no name of a class: write package.module.Class.")
     if _foreign(module, name):
-        raise ConfigError(f"{where} is not imported: it is no {base.__name__} class of quicksilver or of a file of your own.")
+        raise ConfigError(
+            f"{where} is not imported: it is no {base.__name__} class of quicksilver or of a file of your own. A file that is called like a module "
+            "of Python needs another name."
+        )
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, SyntaxError) as error:
-        raise ConfigError(f"{where} cannot be imported: {error}.") from error
+        top = module.split(".")[0]
+        start = f" Start in the folder of {top}.py." if isinstance(error, ModuleNotFoundError) and error.name == top else ""
+        raise ConfigError(f"{where} cannot be imported: {error}.{start}") from error
     if not inspect.isclass(found):
         raise ConfigError(f"{where} is not a class.")
     if not issubclass(found, base):

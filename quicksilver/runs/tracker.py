@@ -34,7 +34,7 @@ def check_tracker(config: TrackerConfig) -> None:
         ConfigError: its package is not installed.
     """
     if config.name == "wandb" and importlib.util.find_spec("wandb") is None:
-        raise ConfigError("tracker=wandb needs the package wandb: pip install 'quicksilver[tracking]', or tracker=none.")
+        raise ConfigError("tracker=wandb needs the package wandb: pip install 'quicksilver-lm[tracking]', or tracker=none.")
 
 
 def mirror(

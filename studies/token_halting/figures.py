@@ -14,6 +14,7 @@ from quicksilver.report.artefacts import Outcome, artefact
 from quicksilver.report.figure import (
     DASHES,
     GREY,
+    INKS,
     MARKERS,
     PALETTE,
     SEQUENTIAL,
@@ -36,6 +37,7 @@ ACROSS = {
     "executed_flops_saved_pct": "executed FLOPs saved, %",
     "encoder_latency_ratio": "encoder's time, % of the dense one's",
 }
+SHORT = {"tokens": "tokens", "executed_flops_saved_pct": "FLOPs", "encoder_latency_ratio": "time"}
 KINDS = {"box": "Gates, box weights", "uniform": "Gates, uniform weights"}
 ASKED = 0.9  # of the operations saved
 
@@ -59,8 +61,9 @@ def figure_detection(outcomes: Sequence[Outcome], name: str) -> Figure:
         _training(plots[1, 1], results.frame("curves"))
         legend_below(drawing, plots[0, 0].get_legend_handles_labels()[0], ncols=3)
     caption = (
-        "Detectors of cars and pedestrians in lidar-like scenes; bars reach from the least to the greatest of the seeds. Random and norm halt as many "
-        "tokens after each layer as the gates with box weights. Operations and time are in percent of the dense detector's, of the wider one's, too.",
+        "Detectors of cars and pedestrians in lidar-like scenes. Recycled: the head reads the frozen states of halted tokens; else it reads none of "
+        "them. Bars: least to greatest of the seeds. Random and norm halt as many tokens after each layer as the gates with box weights. Operations "
+        "and time are in percent of the dense detector's, also for the wider one.",
         *results.note(),
     )
     return Figure(name, "Average precision under token halting", found, drawing, caption, finding=_finding(found))
@@ -80,7 +83,7 @@ def _finding(found: pd.DataFrame) -> str:
 
 def _curves(plot: Any, found: pd.DataFrame, across: str, ap: str, scale: float) -> None:
     """AP of every policy against a column, with the dense detector's as a line."""
-    plot.set_title("Recycled" if ap == "ap" else "Not recycled")
+    plot.set_title(f"{'Recycled' if ap == 'ap' else 'Not recycled'}: {SHORT[across]}")
     plot.set_ylim(-0.02, 0.7)
     plot.set_xlabel(ACROSS[across])
     if found.empty:
@@ -94,7 +97,7 @@ def _curves(plot: Any, found: pd.DataFrame, across: str, ap: str, scale: float) 
         ends = [points.get(f"{ap}_{end}") for end in ("low", "high")]
         spread = None if ends[0] is None else whiskers(points[ap], *ends)
         plot.errorbar(
-            scale * points[across], points[ap], yerr=spread, label=results.LABELS[key], color=PALETTE[place], marker=MARKERS[place],
+            scale * points[across], points[ap], yerr=spread, label=results.LABELS[key], color=INKS[place], marker=MARKERS[place],
             linestyle=DASHES[place], elinewidth=0.7, capsize=1.5,
         )  # fmt: skip
 
@@ -148,7 +151,17 @@ def figure_detection_scene(outcomes: Sequence[Outcome], name: str) -> Figure:
         "to the end has the brightest colour.",
         *results.note(),
     )
-    return Figure(name, "Which pillars go how far", scene, drawing, caption)
+    return Figure(name, "Which pillars go how far", scene, drawing, caption, finding=_finding_of_scene(scene))
+
+
+def _finding_of_scene(scene: pd.DataFrame) -> str:
+    """How many pillars in labelled boxes go to the end under either kind of gates."""
+    if scene.empty:
+        return ""
+    inside, n_layers = scene[scene["in_box"].astype(bool)], int(results.facts()["layers"])
+    through = {kind: int((inside[f"halt_layer_{kind}"] >= n_layers - 1).sum()) for kind in KINDS}
+    who = f"of {len(inside)} pillars in labelled boxes go through all {n_layers} layers"
+    return f"With box weights {through['box']} {who}, with uniform weights {through['uniform']}"
 
 
 def _outline(plot: Any, boxes: pd.DataFrame) -> None:

@@ -96,7 +96,7 @@ def test_a_mechanism_of_one_s_own_is_one_file_and_one_yaml(words, tmp_path, monk
 def test_a_run_that_has_its_record_says_so_and_runs_nothing(words, capsys, monkeypatch):
     assert run(*words) == 0
     first = capsys.readouterr()
-    assert "1 to do" in first.err
+    assert "1 must be made" in first.err
 
     def nothing_runs(*_args, **_options):
         raise AssertionError("a run that has its record was repeated")

@@ -77,7 +77,7 @@ class OfTasks(evaluate.Metric):
 @pytest.fixture
 def evaluate():
     """A second to import: not while tests are collected."""
-    return pytest.importorskip("evaluate", reason="evaluate is not installed: pip install 'quicksilver[tasks]'")
+    return pytest.importorskip("evaluate", reason="evaluate is not installed: pip install 'quicksilver-lm[tasks]'")
 
 
 def test_a_script_at_hand_says_what_our_own_metrics_say_and_answers_that_it_refuses_are_named(evaluate, tmp_path):

@@ -35,7 +35,7 @@ HALTING = ["modules=[halting]", *(f"modules.halting.{word}" for word in ("tau_en
 TWO_RULES = ["modules=[halting,halting_paper_b2]"]
 DEPLOYED = ["measure.deployment.enabled=true", "measure.deployment.prompt_tokens=8", "measure.deployment.new_tokens=2"]
 TEXT = "abc def " * 40
-PROGRESS = re.compile(r"\d+ runs behind this|\[\d+/\d+\] ")
+PROGRESS = re.compile(r"This needs \d+ run|\[\d+/\d+\] ")
 
 
 @pytest.fixture(scope="module")

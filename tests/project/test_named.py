@@ -180,3 +180,14 @@ def test_everything_cited_is_there_and_only_what_is_in_the_repository_is_cited()
     vague = re.compile(r"\bDESIGN\b(?!\.md)|(?<!docs/)\bconflicts\.md\s+#|\bconflicts #\d")
     here = str(Path(__file__).relative_to(ROOT))
     assert {name: found for name, text in texts().items() if name != here and (found := vague.findall(text))} == {}
+
+
+@pytest.mark.parametrize("name", ["modules", "runtime"])
+def test_every_public_name_has_an_example_and_the_examples_run(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = (DOCS / "api" / f"{name}.md").read_text(encoding="utf-8")
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    names = importlib.import_module(f"quicksilver.{name}").__all__
+    assert [one for one in names if not re.search(rf"\b{one}\b", code)] == []
+    exec(compile(code, f"{name}.md", "exec"), {})
+    assert capsys.readouterr().out.count("\n") >= 5

@@ -100,6 +100,15 @@ def test_a_picture_keeps_its_colours_where_there_are_few_of_them_and_is_small(tm
     assert len(made.png()) < 250_000
 
 
+def test_a_pale_area_keeps_its_colour_beside_many_others():
+    with style():
+        drawing, axes = panels(1, 2, size=(7, 4))
+        axes[0, 0].axhspan(0, 1, color="#dedede", linewidth=0)
+        axes[0, 1].imshow(np.random.default_rng(0).random((200, 200, 3)), aspect="auto")
+    shown = np.asarray(Image.open(io.BytesIO(Figure("x", "t", pd.DataFrame(), drawing, ()).png())).convert("RGB"))
+    assert (shown == 0xDE).all(-1).mean() > 0.1
+
+
 def test_the_palette_can_be_read_in_grey():
     grey = [np.dot(to_rgb(colour), (0.2126, 0.7152, 0.0722)) for colour in PALETTE]
     assert grey == sorted(grey)

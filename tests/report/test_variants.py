@@ -12,7 +12,7 @@ from quicksilver.report.reproduction import (
     LOCAL_SUFFIX,
     VARIANTS,
     Variant,
-    make_command,
+    command_of,
     name_of,
     of_name,
     selected_by,
@@ -37,7 +37,7 @@ def test_a_variants_name_is_that_of_its_overrides_and_leads_back(variant: Varian
     assert selected_by(more) is None
     assert name_of("table11", compose(more), more) != name  # what else is changed is another table
     assert all(
-        word in make_command(find("table", "11"), variant.overrides) for word in (variant.overrides[0].split("=")[1], "TABLE=11")
+        word in command_of(find("table", "11"), variant.overrides) for word in (variant.overrides[0].split("=")[1], "table 11")
     )
 
 

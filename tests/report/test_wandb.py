@@ -84,7 +84,7 @@ def test_records_are_runs_in_their_sweep_with_numbers_and_files(results, sent, c
     said = capsys.readouterr()
     assert "3 records, 2 tables and figures: project mine, offline" in said.out
     assert "wandb sync" in said.out
-    assert "make reproduce-table TABLE=11" in said.err
+    assert "quicksilver reproduce table 11" in said.err
 
 
 @pytest.mark.slow

@@ -123,3 +123,16 @@ def test_what_it_reads_and_what_is_no_text_stays(word):
 def test_a_template_needs_no_quotes_of_its_own(template):
     (override,) = quoted([f"dataset.task.template={template}"])
     assert OverridesParser.create().parse_override(override).value() == template
+
+
+def test_several_mistakes_are_said_at_once_and_none_that_follows_from_another():
+    words = ["modules=[halting]", "measure=quik", "seed=x", "modules.halting.tau_drft=3", "dataset=gumm", "dataset.windows=4"]
+    with pytest.raises(ConfigError) as refused:
+        compose(words)
+    said = str(refused.value).splitlines()
+    wrong = ("measure=quik", "seed=x", "modules.halting.tau_drft", "dataset=gumm")
+    assert len(said) == len(wrong)
+    assert all(any(line.startswith(word) for line in said) for word in wrong)
+    with pytest.raises(ConfigError) as alone:
+        compose(["modules=[haltin]", "modules.haltin.tau_drift=3"])
+    assert "\n" not in str(alone.value)

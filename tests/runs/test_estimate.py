@@ -81,9 +81,9 @@ def test_a_plan_says_between_which_hours_what_an_offload_reads_and_what_a_kill_c
     assert found.calls == 81  # and one for the batch that is counted
     assert found.block_seconds == pytest.approx(found.seconds * 32 / estimate.windows_passed(config, 320))
     said = estimate.table([found])
-    hours = found.seconds / 3600
-    assert f"between {hours / 2:.3g} and {2 * hours:.3g} by the speeds measured now" in said
-    assert "loses one block of windows at most: " in said
+    least, most = map(estimate.duration, found.seconds_between)
+    assert f"between {least} and {most} by the speeds measured now" in said
+    assert "If a run is killed, at most " in said
     assert f"about {memory_check.gibibytes(81 * found.weights_bytes)} are read from it" in said
 
 
@@ -102,7 +102,7 @@ def test_more_than_an_hour_starts_with_yes_alone(words, monkeypatch, capsys):
         asked = [*command, *words, "measure=sweep", "dataset.windows=3"]
         assert console.main(asked) == 2
         out, err = capsys.readouterr()
-        assert "1 runs: about " in out
+        assert "1 run: about " in out
         assert "add yes=true to start it" in err
     assert console.main(["run", *words, "measure=sweep", "dataset.windows=2"]) == 0  # it has its record
     assert console.main([*asked, "yes=true"]) == 0

@@ -104,7 +104,7 @@ def test_a_launcher_that_is_not_installed_names_its_extra(monkeypatch):
     plugins = dict(launchers.Plugins.instance().class_name_to_class)
     plugins.pop("hydra_plugins.hydra_ray_launcher.ray_launcher.RayLauncher", None)
     monkeypatch.setattr(launchers.Plugins.instance(), "class_name_to_class", plugins)
-    with pytest.raises(ConfigError, match=r"hydra/launcher=ray is not installed: pip install 'quicksilver\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"hydra/launcher=ray is not installed: pip install 'quicksilver-lm\[ray\]'"):
         checked("hydra/launcher=ray")
 
 

@@ -236,7 +236,10 @@ def test_a_part_is_a_process_of_its_own(tmp_path, monkeypatch):
 
 
 def test_committed_results_are_on_the_page():
-    page = benchmark.markdown(benchmark.shared.RESULTS, {}, {})
+    page = benchmark.markdown(benchmark.shared.RESULTS)
+    assert page == (benchmark.shared.RESULTS / "README.md").read_text(encoding="utf-8"), (
+        "make the page again: quicksilver dev benchmark"
+    )
     assert all(f"## {title}" in page for beginning, title in benchmark.TITLES.items() if beginning != "benchmark_gpu")
     assert "| none | float32 | slower than the plain model |" in page
     assert all(f"## {title}" in page for title, _, _ in benchmark.PICTURES.values())
@@ -267,7 +270,7 @@ def test_a_bad_key_of_the_command_is_refused(words):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
 def test_the_adapter_is_timed_against_lm_eval_s_own_model(tmp_path, capsys):
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'quicksilver[lm-eval]'")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'quicksilver-lm[lm-eval]'")
     from harness_world import make_model
 
     folder, output = make_model(tmp_path / "tiny", positions=512), tmp_path / "found.json"
@@ -282,7 +285,7 @@ def test_the_adapter_is_timed_against_lm_eval_s_own_model(tmp_path, capsys):
 
 @pytest.mark.slow  # importing lm-eval takes seconds
 def test_answers_that_differ_are_seen():
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'quicksilver[lm-eval]'")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'quicksilver-lm[lm-eval]'")
     assert benchmark.apart("letters", [(-1.0, True), (-2.5, False)], [(-1.0, True), (-2.0, False)]) == 0.5
     assert benchmark.apart("letters", [(-1.0, True)], [(-1.0, False)]) == math.inf
     assert benchmark.apart("rolling", [-1.0], [-1.25]) == 0.25

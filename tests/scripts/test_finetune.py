@@ -143,7 +143,7 @@ def test_another_recipe_is_refused(place, tmp_path):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks transformers for what it has renamed
 def test_low_rank_updates_are_low_rank_and_merged(place, tmp_path):
-    pytest.importorskip("peft", reason="peft is not installed: pip install 'quicksilver[peft]'")
+    pytest.importorskip("peft", reason="peft is not installed: pip install 'quicksilver-lm[peft]'")
     out = train(place, tmp_path, recipe(place, lora=2, lr=2e-2))
     base, found = weights(place / "base"), weights(out)
     assert base.keys() == found.keys()

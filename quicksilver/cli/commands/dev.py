@@ -91,13 +91,13 @@ class Variants(ResultsFolder):
         """Write what can be written."""
         from quicksilver.cli.commands.reproduce import Claims
         from quicksilver.files import write_files
-        from quicksilver.report.reproduction import VARIANTS, make_command, variants_page
+        from quicksilver.report.reproduction import VARIANTS, command_of, variants_page
 
         root = Path(self.results_dir)
         there = {variant: _write_variant(variant, root) for variant in VARIANTS}
         for variant in VARIANTS:
             Claims.parsed([*variant.overrides, f"results_dir={root}"], "quicksilver claims").main()
-        commands = {variant: {one: make_command(one, variant.overrides) for one in missing} for variant, missing in there.items()}
+        commands = {variant: {one: command_of(one, variant.overrides) for one in missing} for variant, missing in there.items()}
         (path,) = write_files(root, {"variants.md": variants_page(there, commands).encode()})
         for variant, missing in there.items():
             print(f"{variant.title}: {sum(why is None for why in missing.values())} of {len(missing)} tables and figures.")

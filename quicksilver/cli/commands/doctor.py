@@ -177,4 +177,4 @@ def _packages() -> Iterator[str]:
     if not missing:
         yield "all optional packages are installed"
     for name, names in missing.items():
-        yield f"missing {', '.join(names)}: no {COSTS[name]}. {sys.executable} -m pip install 'quicksilver[{name}]'"
+        yield f"missing {', '.join(names)}: no {COSTS[name]}. {sys.executable} -m pip install 'quicksilver-lm[{name}]'"

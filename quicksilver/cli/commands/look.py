@@ -102,7 +102,7 @@ class Status(ResultsFolder):
 class Show(ResultsFolder):
     """
     quicksilver show                  the newest record below the results folder
-    quicksilver show 3d6278510c07     that record: its fingerprint, or the beginning of it
+    quicksilver show 3d6278510c07     that record: its fingerprint, the beginning of it, or its folder
     """
 
     most_names: ClassVar[int] = 1
@@ -112,10 +112,12 @@ class Show(ResultsFolder):
         from quicksilver.cli.progress import summary
         from quicksilver.records.store import Store
 
-        store, begins = Store(self.results_dir), self.names[0] if self.names else ""
+        store, begins = Store(self.results_dir), Path(self.names[0]).name if self.names else ""
         found = {name: folder for name, folder in store.folders().items() if name.startswith(begins)}
         if not found:
-            raise ConfigError(f"{begins or self.results_dir}: no such record. `quicksilver run` makes one and prints its folder.")
+            raise ConfigError(
+                f"{begins or self.results_dir}: no such record. `quicksilver show` alone shows the newest of results_dir={self.results_dir}."
+            )
         if begins and len(found) > 1:
             raise ConfigError(f"{begins} begins {len(found)} fingerprints, such as {', '.join(list(found)[:3])}: write more.")
         name = max(found, key=lambda one: found[one].stat().st_mtime if found[one].is_dir() else 0.0)
@@ -126,7 +128,7 @@ class Show(ResultsFolder):
             sizes = [f"{path.name} ({path.stat().st_size:,} bytes)" for path in sorted(found[name].iterdir())]
             print(f"  files        {', '.join(sizes)}")
         page = Path(self.results_dir) / "report" / "runs" / f"{name}.html"
-        print(f"  page         {page if page.is_file() else 'quicksilver report writes one'}")
+        print(f"  page         {page if page.is_file() else 'not written yet: type quicksilver report'}")
         return 0
 
 

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from quicksilver.cli.arguments import Command, key
 from quicksilver.report.artefacts import experiments_folder
+from quicksilver.runs.choices import choices
 from quicksilver.runtime.errors import ConfigError
 
 MODULE = '''"""What $name decides, in one sentence."""
@@ -220,9 +221,15 @@ class New(Command):
     def main(self) -> int:
         """Write the files and say what to type next."""
         kind, name = (*self.names, "", "")[:2]
-        if kind not in FILES or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-            asked = " ".join(self.names) or "nothing"
-            raise ConfigError(f"{asked}: quicksilver new takes {', '.join(FILES)}, a name of a-z, 0-9 and _, and folder=.")
+        if kind not in FILES:
+            raise ConfigError(f"{kind or 'nothing'}: say what to write: quicksilver new {'|'.join(FILES)} NAME.")
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+            raise ConfigError(f"{name or 'no name'}: a name begins with a-z and has only a-z, 0-9 and _, such as my_{kind}.")
+        group = {"module": "modules", "family": "model"}.get(kind, kind)
+        if name in choices(group) or (kind in ("module", "family") and find_spec(name)):
+            raise ConfigError(
+                f"{name}: there is a {kind} or a Python module of this name already. Take another, such as my_{name}."
+            )
         folder = Path(self.folder or (experiments_folder() if kind == "table" else ".")).resolve()
         said = {"name": name, "Class": "".join(part.capitalize() for part in name.split("_")), "folder": str(folder)}
         files = {folder / Template(path).substitute(said): Template(text).substitute(said) for path, text in FILES[kind].items()}
@@ -238,7 +245,10 @@ class New(Command):
         stays = kind == "table" or folder == Path.cwd()  # a table's results belong below the present folder
         steps = [] if stays else [f"cd {folder}"]
         steps += [] if find_spec("pytest") else ["pip install pytest"]
-        steps += [f"python -m pytest {test if kind == 'table' else test.name}", Template(NEXT[kind]).substitute(said)]
+        steps += [f"python -m pytest {test if kind == 'table' else test.name}"]
+        if kind == "table" and folder != experiments_folder().resolve():
+            steps += [f"mv {next(iter(files))} {experiments_folder()}"]  # where `reproduce` looks
+        steps += [Template(NEXT[kind]).substitute(said)]
         print("\n  ".join(["\nChange them, and type", *steps]))
         return 0
 

@@ -27,7 +27,6 @@ from quicksilver.report.reproduction import (
     build,
     command_of,
     jobs_of,
-    make_command,
     name_of,
     recorded,
 )
@@ -112,7 +111,8 @@ class Reproduce(MakesRuns):
                 if only is None:
                     print(f"{artefact.kind} {artefact.number}: {made.written[0]} … {made.distance}", flush=True)
                 else:
-                    print(f"{made.product.text(width())}\n{made.distance}\nrecords={base.records}: {SOURCES[base.records]}")
+                    said = [f"records={base.records}: {SOURCES[base.records]}"] if jobs else []
+                    print(made.product.text(width()), made.distance, *said, sep="\n")
                     print(f"Written: {', '.join(map(str, made.written))}")
             failed = [job for job in jobs if job.error is not None]
             if failed and artefact not in troubles:
@@ -230,7 +230,7 @@ class Claims(Command):
         index = RecordIndex(base.results_dir, base.records)
         found, troubles = recorded_of_all(base, self.overrides, index, wanted=answers_claims)
         failed = [job for jobs, _ in found.values() for job in jobs if job.error is not None]
-        sources = [Source(one, outcomes, make_command(one, self.overrides)) for one, (_, outcomes) in found.items()]
+        sources = [Source(one, outcomes, command_of(one, self.overrides)) for one, (_, outcomes) in found.items()]
         name = name_of(CLAIMS, base, self.overrides)
         path = store.root / f"{name}.json"
         # A written ledger that names records which are not here, too large to be kept, says more than what can be said now.
@@ -239,7 +239,7 @@ class Claims(Command):
         table = ledger(sources, name if whole else f"{name}{LOCAL_SUFFIX}", _others(store) if name == CLAIMS else {})
         print(table.text(width()))
         print("Written: " + ", ".join(map(str, table.write(store.root, "md", "csv", "json"))))
-        explain(failed)
+        explain(failed, "No record of")
         for artefact, trouble in troubles.items():
             print(f"{artefact.kind} {artefact.number}: {trouble}", file=sys.stderr)
         return 1 if failed or troubles else 0

@@ -87,7 +87,7 @@ class LmEval(Command):
     quicksilver lm_eval --model_args pretrained=gpt2,modules=halting_attention,modules.halting.halted_share=0.3 --tasks boolq --batch_size 8
 
     Everything after the command is lm-eval's own: `quicksilver lm_eval run --help`. Without --model, the model is `quicksilver`. docs/lm-eval.md
-    says what --model_args takes. It needs pip install 'quicksilver[lm-eval]'.
+    says what --model_args takes. It needs pip install 'quicksilver-lm[lm-eval]'.
     """
 
     takes = "all"

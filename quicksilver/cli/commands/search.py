@@ -62,6 +62,9 @@ class Budget(Command):
 
     def main(self) -> int:
         """Search, freeze and report; returns 1 where one of several budgets cannot be met."""
+        from quicksilver.runs import dials
+
+        dial = dials.load_dial(self.dial)
         if not self.save and not self.cost:
             from quicksilver.cli.commands.look import listed
 
@@ -69,11 +72,10 @@ class Budget(Command):
             print("Say what to hold: quicksilver budget save=0.3, or cost=1 (make budget ARGS='save=0.3').")
             return 0
         from quicksilver.report.sweeps import budget_table
-        from quicksilver.runs import dials
         from quicksilver.runs.config import compose
         from quicksilver.runs.context import RunContext
 
-        dial, context = dials.load_dial(self.dial), RunContext()
+        context = RunContext()
         wanted = [dials.Budget("save", percent(share), self.of) for share in self.save]
         wanted += [dials.Budget("cost", pct, sure=self.sure) for pct in self.cost]
         default, asked = compose([]), compose(self.overrides)

@@ -54,7 +54,18 @@ _CHANCE = {-1: "better than chance", 0: "no better than chance", 1: "worse than 
 _ZERO = "dense inference itself: zero by definition"
 COLUMNS = [
     *("panel", "section", "kind", "claim", "place", "quote", "reported", "target_low", "target_high", "unit"),
-    *("measured", "measured_low", "measured_high", "protocol", "execution", "lookahead", "versus_null", "verdict", "tuned"),
+    *(
+        "measured",
+        "measured_low",
+        "measured_high",
+        "protocol",
+        "execution",
+        "lookahead",
+        "versus_null",
+        "verdict",
+        "tuned",
+        "tuned_record",
+    ),
     *("elsewhere", "why", "artefact", "command", "model", "weights_digest", "data", "token_digest", "gpu"),
     *("record", "dense_record"),
 ]
@@ -151,7 +162,12 @@ class Source:
             ConfigError: a claim that is not in reported*.yaml, a row that the experiment does not have.
         """
         rows, path = self.artefact.experiment.rows(), self.artefact.path
-        found = [(row.reported, AnsweredBy(row.panel, row.key)) for row in rows if row.reported]
+        named = Counter((row.reported, row.panel) for row in rows)
+        found = [
+            (row.reported, AnsweredBy(row.panel, row.key, note=row.section if named[row.reported, row.panel] > 1 else ""))
+            for row in rows
+            if row.reported
+        ]
         for claim, given in self.artefact.answered.items():
             found += [(claim, one) for one in ((given,) if isinstance(given, AnsweredBy) else given)]
         known = {f"{entry.id}.{name}" for entry in reported().values() for name in entry.quantities} | reported().keys()
@@ -231,7 +247,10 @@ class _Claim:
 
     @property
     def chance_pct(self) -> float | None:
-        """What the paper says, or implies, that chance gives of a share; of random pairs, what fused ones give."""
+        """What the paper says, or implies, that chance gives of a share; of random pairs, what fused ones give; of function words' layer, that
+        of content words, a tenth later."""
+        if self.name == "halt_layer_of_30":
+            return 1.1 * (self.stated[0] or 0.0)
         if self.name == "halted_share_pct":
             return halted_by_chance_pct()
         if self.name == "random_precision_pct":
@@ -346,7 +365,7 @@ def _rows(claim: _Claim, sources: Sequence[Source]) -> list[dict[str, Any]]:
     if what.sense == "setting":
         key = entry.config.get(claim.name)
         where = f", kept as conf/{key.replace('.', '.yaml: ', 1)}" if key else ""
-        return [base | dict(kind=SETTING, verdict="not comparable", why=f"a setting, no outcome{where}")]
+        return [base | dict(kind=SETTING, verdict="not comparable", why=entry.not_measured or f"a setting, no outcome{where}")]
     if what.of_dense:
         base |= dict(unit="") if claim.is_reference else dict(target_low=claim.target.low, target_high=claim.target.high)
     given = [(source, answer) for source in sources for name, answer in source.answers if claim.is_answered(name, answer)]
@@ -354,6 +373,7 @@ def _rows(claim: _Claim, sources: Sequence[Source]) -> list[dict[str, Any]]:
     rows, reasons = _answered(claim, answers)
     tuned, _ = _answered(claim, [(source, answer) for source, answer in given if answer.tuned])
     base["tuned"] = "; ".join(f"{row['verdict']}: {_measurement(base | row)[0]}" for row in tuned)
+    base["tuned_record"] = "; ".join(row["record"] for row in tuned)
     return [base | row for row in rows or [_not_judged(claim, answers, reasons)]]
 
 
@@ -392,11 +412,11 @@ def _not_judged(claim: _Claim, answers: Sequence[tuple[Source, AnsweredBy]], rea
     unmade = (command for command, one in there if one is None or (one.record is None and not one.reason))
     command = next(unmade, "")
     why = f"no record: {command}" if command else "; ".join(dict.fromkeys(reasons))
-    said = dict(why=why, command=command, artefact=answers[0][0].artefact.name) if answers else {}
+    said = dict(why=why, command=command or answers[0][0].command, artefact=answers[0][0].artefact.name) if answers else {}
     said = said or {"why": entry.not_measured or "no experiment of this version asks"}
     if said["why"] == _ZERO:
         return {"verdict": BY_DEFINITION, **said}
-    if claim.name in entry.not_comparable or (what.sense == "level" and what.kind == "tokens"):
+    if claim.name in entry.not_comparable or (what.sense == "level" and (what.kind == "tokens" or reasons)):
         return {"verdict": "not comparable", "why": entry.not_comparable.get(claim.name) or entry.not_measured or said["why"]}
     return {"verdict": "not measured", **said}
 
@@ -414,9 +434,10 @@ def _judged(claim: _Claim, answer: AnsweredBy, outcome: Outcome, record: Record,
     if beyond is not None and claim.chance_pct is not None:
         claimed = next(end for end in claim.stated if end is not None)
         verdict = with_its_chance(verdict, difference(claimed, claim.chance_pct, beyond))
-        other_pairs = "fused pairs" if claim.name == "random_precision_pct" else "chance"
-        points = f"{beyond.value:+.1f} points [{beyond.low:.1f} {beyond.high:.1f}]"
-        from_chance = f"{points} from {other_pairs}, claimed {claimed - claim.chance_pct:+.1f}"
+        of = {"random_precision_pct": "points from fused pairs", "halt_layer_of_30": "layers from content words"}.get(
+            claim.name, "points from chance"
+        )
+        from_chance = f"{beyond.value:+.1f} [{beyond.low:.1f} {beyond.high:.1f}] {of}, claimed {claimed - claim.chance_pct:+.1f}"
     modules = record.config.get("modules", {}).items()
     entries = [entry for name, entry in modules if name.startswith("adaptive_quantization")]
     widths = (
@@ -484,7 +505,7 @@ def ledger(sources: Sequence[Source], name: str = "claims", others: Mapping[str,
         title += f". {label}: {_said(Counter(same.values()))}"
     if elsewhere:
         holds = [sum(found.get(claim) == VERDICTS[0] for found in (outcomes, *elsewhere.values())) for claim in outcomes]
-        title += f". Reproduced on all {1 + len(elsewhere)}: {holds.count(1 + len(elsewhere))}; on some: {sum(map(bool, holds))}"
+        title += f". Reproduced on all {1 + len(elsewhere)} pairs of model and text: {holds.count(1 + len(elsewhere))}; on at least one: {sum(map(bool, holds))}"
     return Table(name, title, rows, tuple(panels), LEGEND)
 
 
@@ -502,6 +523,8 @@ def _outcome(claim: str) -> str:
     """The claim that this one counts with: the first place where its number is printed."""
     entry, _, name = str(claim).rpartition(".")
     first = reported()[entry].same_as if entry in reported() else None
+    if isinstance(first, Mapping):  # of some of its numbers
+        return first.get(name, claim)
     return claim if first is None else f"{first}.{name}"
 
 

@@ -38,7 +38,7 @@ class Reported:
     group: str = ""
     about: str = ""
     against: str | None = None
-    same_as: str | None = None
+    same_as: str | Mapping[str, str] | None = None
     quality: str | None = None
     config: Mapping[str, str] = field(default_factory=dict)
     not_measured: str | None = None
@@ -195,6 +195,8 @@ def _questions(sense: Sense, target: Target, estimate: Estimate) -> tuple[bool, 
 def with_its_quality(saving: Verdict, quality: Verdict) -> Verdict:
     """The verdict on a saving, given that on the quality it is claimed with in the same run: no better than that quality. Where that is
     undecided, so is the saving; where it failed or cannot be compared nothing is left of it: leaving work out is easy."""
+    if saving == "not measured":
+        return "not reproduced" if quality == "not reproduced" else saving
     if saving not in ("reproduced", "partly") or quality in ("reproduced", "by definition"):
         return saving
     return quality if quality in ("partly", "not measured") else "not reproduced"
@@ -432,11 +434,6 @@ def decay_and_halted_share(decay: tuple[float, float], layer: float, **classes: 
     return Computed(text, least <= active <= most)
 
 
-def weighted_share(bound: Bounds, **classes: Reported) -> Computed:
-    share, tokens = _halted(classes.values())
-    return Computed(f"by Table 2 they halt at {share:.1f}% ({tokens:,.0f} tokens)", share > (bound[0] or 0.0))
-
-
 def milliseconds_are_percent(saved_ms: float, dense_ms: float, speedup: float) -> Computed:
     share = 100 * saved_ms / dense_ms
     return Computed(f"{saved_ms:g} of {dense_ms:g} ms are {share:.1f}%, not {speedup:g}%", abs(share - speedup) <= 1)
@@ -462,6 +459,10 @@ FORMULAS: dict[str, Callable[..., Computed]] = {
     "inside_grid": lambda low, high, low_grid, high_grid: Computed(
         f"({low:g}, {high:g}) was found in {low_grid[0]:g}…{low_grid[1]:g} × {high_grid[0]:g}…{high_grid[1]:g}",
         low_grid[0] <= low <= low_grid[1] and high_grid[0] <= high <= high_grid[1],
+    ),
+    "beyond_uniform": lambda stated, guided, uniform: Computed(
+        f"{uniform:g}% and {guided:g}% saved: {100 * (1 - (100 - guided) / (100 - uniform)):.1f}% beyond 8 bits, not {stated:g}%",
+        abs(100 * (1 - (100 - guided) / (100 - uniform)) - stated) < 0.5,
     ),
     # What a width saves is at most 1 − β, were it in force in every layer.
     "beta_saves": lambda beta, saved: Computed(

@@ -21,7 +21,7 @@ from quicksilver.records.record import Record
 from quicksilver.records.store import KEPT, Store
 from quicksilver.report.artefacts import Artefact, artefacts
 from quicksilver.report.comparison import against_dense
-from quicksilver.report.reproduction import DEFAULT, LOCAL_SUFFIX, make_command, of_name
+from quicksilver.report.reproduction import DEFAULT, LOCAL_SUFFIX, command_of, of_name
 from quicksilver.report.table import Value, Written, read, without_folders
 from quicksilver.runs.sweep import labels
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
@@ -141,22 +141,24 @@ class Collection:
 
     def __init__(self, root: Path, most_whole: int = MOST_WHOLE):
         if not root.is_dir():
-            raise ConfigError(f"{root} is not there: a report is made of what `make reproduce` writes into it.")
+            raise ConfigError(f"{root} is not there: a report is made of what `quicksilver reproduce all` writes into it.")
         self.root = root
         self.problems: list[Problem] = []
-        self._ledger = Piece("claims", "table", root, "the claims", "make claims")
+        self._ledger = Piece("claims", "table", root, "the claims", "quicksilver claims")
         self.pieces = sorted(self._pieces(), key=lambda piece: piece.order)
         self.claims = self._claims()
         made = sorted({*(path.parent.name for path in root.glob("runs/[!.]*/record.json")), *self._committed()})
         if not any(piece.written for piece in self.pieces) and self.claims is None:  # nobody has made a table here
             self.problems.clear()
             if not made:
-                raise ConfigError(f"{root} has no record, table, figure or claim yet: make reproduce-table TABLE=11 writes some.")
+                raise ConfigError(
+                    f"{root} has no record, table, figure or claim yet: quicksilver reproduce table 11 writes some."
+                )
         self.runs = self._runs(made, most_whole)
         if self.runs and not any(run.record is not None for run in self.runs.values()):
             raise ConfigError(
                 f"None of the {len(self.runs)} records that the tables and figures in {root} name is in {root / 'runs'}: a report of them "
-                "would be empty, and one that is there was left as it is. make reproduce makes the records."
+                "would be empty, and one that is there was left as it is. quicksilver reproduce all makes the records."
             )
 
     # --- tables, figures, the ledger ----------------------------------------------------------------------------------------------
@@ -182,7 +184,7 @@ class Collection:
             piece.title = f"{artefact.kind.capitalize()} {artefact.number}: {artefact.title}" if artefact.is_numbered else title
             variant = of_name(name, artefact.name)
             piece.of, piece.variant = (artefact.name, variant.title) if variant is not None else ("", "")
-            piece.command = make_command(artefact, variant.overrides if variant is not None else ())
+            piece.command = command_of(artefact, variant.overrides if variant is not None else ())
             piece.order = (*artefact.order, name)
         path = piece.folder / f"{name}.json"
         try:

@@ -19,7 +19,7 @@ from quicksilver.report.table import without_folders
 FAR = "far-recall"  # the text whose answers depend on distant context
 _OWN = ("far-",)  # texts made for that question: no board of their own
 SAVED, COST = "prompt_executed_flops_saved_pct", "kl_nats"
-_MOST_CHARACTERS = 200  # of the options of one row; its page has all of them
+_MOST_CHARACTERS = 90  # of the options of one row; its page has all of them
 
 
 class Entry(NamedTuple):
@@ -66,7 +66,12 @@ def boards(runs: Iterable[NamedRecord]) -> list[Board]:
         if text == FAR:
             far[setting] = run
         elif not text.startswith(_OWN):
-            entry = {"run": run, "method": " + ".join(record.modules), "options": settings(record), "setting": setting}
+            entry = {
+                "run": run,
+                "method": " + ".join(name.replace("quicksilver", "predicted_kv") for name in record.modules),
+                "options": settings(record),
+                "setting": setting,
+            }
             entry |= {"saved": run.row[SAVED], "cost": run.row[COST]}
             groups.setdefault((str(without_folders(record.model.name)), text), []).append(entry)
     found = []

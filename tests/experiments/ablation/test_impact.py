@@ -5,6 +5,7 @@ import pytest
 
 from quicksilver.experiments.ablation import impact
 from quicksilver.measure.latency import LatencyResult
+from quicksilver.records.record import Record
 from quicksilver.report.artefacts import find
 from quicksilver.report.claims.reported import reported
 
@@ -57,6 +58,19 @@ def test_what_is_drawn_is_measured_or_reported_and_the_picture_says_why_there_is
     texts = {text.get_text().replace("\n", " ") for axes in figure.drawing.axes for text in axes.texts}
     assert texts >= {"refused under all: looks ahead", *(f"{value:+.1f}" for value in frame["speedup_pct"].dropna())}
     assert all("%" in axes.get_ylabel() for axes in figure.drawing.axes[::2])
+
+
+def test_simulated_widths_have_no_time_and_the_picture_says_so(made, monkeypatch):
+    given, _ = made["7"]
+    simulated = {one.record.fingerprint for one in given if one.record is not None and one.row.key == "isolated.quantization"}
+    monkeypatch.setattr(Record, "simulated", property(lambda record: record.fingerprint in simulated))
+    figure = find("figure", "7").build(given, "figure07")
+    frame = figure.frame[figure.frame["key"] == "isolated.quantization"]
+    assert frame["speedup_pct"].isna().all()
+    assert frame["delta_ppl_pct"].notna().all()
+    texts = [text.get_text().replace("\n", " ") for axes in figure.drawing.axes for text in axes.texts]
+    assert texts.count("simulated: not timed") == 2  # of both protocols
+    assert impact.folded("+ Quantization", 12).count("\n") == 0
 
 
 def test_claims_follow_the_ratio_of_times(made):

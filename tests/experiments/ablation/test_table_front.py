@@ -4,6 +4,7 @@ import fakes
 import pytest
 
 from quicksilver.experiments.ablation import prompts, table11_ablation, table_front, table_generation
+from quicksilver.report.artefacts import find
 from quicksilver.runs.config import compose
 
 
@@ -17,6 +18,21 @@ from quicksilver.runs.config import compose
 def test_the_runs_of_a_column_are_those_of_its_table(panel, elsewhere, keys) -> None:
     there = {row.overrides for row in elsewhere()}
     assert [row.key for row in table_front.rows() if row.panel == panel and row.overrides in there] == keys
+
+
+def test_the_figure_of_far_context_draws_the_rows_of_its_table(tmp_path) -> None:
+    lost = {"predicted": 0.02, "truncated": 0.08, "position": 0.2, "random": 0.5}
+    rows = [row for row in prompts.far_context_rows() if row.key in {"dense", *lost}]
+    assert find("figure", "far_context").experiment.rows() == find("table", "far_context").experiment.rows()
+    outcomes = fakes.outcomes(tmp_path, rows, lambda row: {"per_token": lost.get(row.key, 0.0), "saved": 0.4})
+    made = find("figure", "far_context").build(outcomes, "figure_far_context")
+    assert {*zip(made.frame["panel"], made.frame["key"], strict=True)} == {
+        (text, key) for text in prompts.FAR_TEXTS for key in lost
+    }
+    assert made.finding.startswith("Answers far back: predicting K/V costs +")
+    assert made.png() == made.png()
+    some = prompts.figure_far_context([one for one in outcomes if one.row.key != "truncated"], "x")
+    assert not some.finding
 
 
 def test_tuned_rows_are_the_best_chance_of_table_11() -> None:

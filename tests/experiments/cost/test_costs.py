@@ -11,7 +11,7 @@ from thinning import first
 
 from quicksilver.experiments.cost import costs
 from quicksilver.experiments.cost.costs import BELOW
-from quicksilver.experiments.cost.energy import realization
+from quicksilver.experiments.cost.energy import TIMED, realization
 from quicksilver.measure.components import BreakdownResult, ComponentsResult, Part
 from quicksilver.measure.deployment import DeploymentResult, Percentiles, ServingResult
 from quicksilver.measure.energy import EnergyResult, TokenEnergy
@@ -121,9 +121,9 @@ def test_components_within_their_noise_are_no_speedup(usual) -> None:
     assert rows.loc["total", "reported_dense_ms"] == 121.0
     assert rows.loc["total", "joint_saved_pct"] == pytest.approx(20)
     lines = {line.split("  ")[1].strip(): line for line in made.text(None).splitlines() if line.startswith("  ")}
-    assert lines["Feed-forward network"].count("≈ 0") == 2  # a quarter of a percent
+    assert lines["Feed-forward network"].count("≈ 0") == 3  # a quarter of a percent
     assert lines["Self-attention"].split()[-1] == "+40.0"
-    assert lines["Sum off by %"].count("+2.0%") == 3
+    assert lines["Sum off by %"].count("+2.0%") == 4
     listed = rows[rows["section"].isin(["The paper's rows", "What the paper leaves out"])]
     assert listed["joint_ms"].sum() == pytest.approx(rows.loc["sum", "joint_ms"])
 
@@ -178,6 +178,32 @@ def test_an_estimate_of_joules_is_drawn_as_one_and_answers_no_claim(tmp_path: Pa
             with pytest.raises(ConfigError, match="estimated"):
                 answers["f2.joint.emissions_saved_pct"].of_record(made[costs.JOINT])
         assert answers["f2.joint.speedup_pct"].of_record(made[costs.JOINT]).value == pytest.approx(20)
+
+
+def test_simulated_widths_have_neither_time_nor_energy(usual, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = usual[costs.JOINT].fingerprint
+    monkeypatch.setattr(Record, "simulated", property(lambda record: record.fingerprint == simulated))
+    row = built("figure", "16", usual).frame.set_index("key").loc[costs.JOINT]
+    assert row["method"] == "simulated"
+    assert row.filter(regex="_pct$|_per_token$").drop(["reported_speedup_pct", "reported_emissions_pct"]).isna().all()
+    waterfall, served, parts = (built("table", name, usual) for name in ("waterfall", "deployment", "7"))
+    row = waterfall.frame.set_index("key").loc[costs.JOINT]
+    assert row[["nominal_saved_pct", "executed_saved_pct"]].notna().all()
+    assert row[[*TIMED, "policy_pct", "realization"]].isna().all()
+    assert built("figure", "waterfall", usual).finding.endswith("of the 7 combinations that have a time")
+    for table, count in ((waterfall, 4), (served, 2)):
+        (line,) = (line for line in table.text(None).splitlines() if "+ Quantization" in line)
+        assert line.count("simulated") == count
+    assert "joint_ms" not in parts.frame
+    assert parts.frame["three_ms"].notna().any()
+
+
+def test_layers_are_compared_with_the_dense_pass_of_their_own_record(usual) -> None:
+    made = built("figure", "layer_times", usual)
+    layers = made.frame.groupby(["run", "layer"])["pct_of_dense"].sum()
+    assert layers[costs.DENSE].to_numpy() == pytest.approx(100)
+    assert layers[costs.BUDGET].to_numpy() == pytest.approx(100 * 78.9 / 96)  # of attention, MLP, norms, KV write, decisions
+    assert costs.JOINT not in layers  # its widths may be simulated
 
 
 @pytest.mark.parametrize(("kind", "name"), [("table", "7"), ("figure", "16"), ("table", "deployment")])

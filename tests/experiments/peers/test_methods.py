@@ -54,6 +54,19 @@ def test_every_row_is_a_module_that_there_is_and_the_keys_are_unique() -> None:
     }
 
 
+def test_searched_rows_have_their_models_own_dial_of_least_kl_at_the_budget() -> None:
+    searched = [row for row in methods.rows() if row.of_model]
+    assert {row.needs[0] for row in searched} == {*methods.FOUND["reference-gpt2"]} == {*methods.FOUND["reference-llama"]}
+    for row in searched:
+        for model, dials in methods.FOUND.items():
+            (module,) = row.needs
+            found = dials[module][methods.BUDGET]
+            assert found["reached_pct"] >= 40
+            assert all(found["kl_nats"] <= other["kl_nats"] for other in found["compared"] if other["reached_pct"] >= 40)
+            words = row.words([f"model={model}"])
+            assert {*found["overrides"]} <= {*words}, "the run of the table is the run that was searched"
+
+
 def test_the_frontier_is_of_what_is_beyond_noise_and_interval(tmp_path: Path) -> None:
     frame = methods.frame(outcomes(tmp_path, MEASURED)).set_index("key")
     front = set(frame.index[frame["front"]])
@@ -146,3 +159,7 @@ def test_the_taxonomy_has_a_leaf_for_every_technique() -> None:
     assert leaves["branch"]["halting"] == leaves["branch"]["exit"] == attributes.BRANCHES["halt"]
     assert leaves["branch"]["preset"] not in attributes.BRANCHES.values()
     assert sorted(leaves["height"]) == list(range(5))
+    branches = attributes.taxonomy(attributes.techniques()).set_index("module")["branch"]
+    assert branches["prompt_truncation"] == "which tokens enter"
+    assert not {"quicksilver", "quicksilver_50"} & {*branches.index}
+    assert "predicted_kv" in branches.index

@@ -25,7 +25,7 @@ from quicksilver.report.claims.ledger import (
 from quicksilver.report.claims.reported import Estimate, contradictions, reported
 from quicksilver.runtime.errors import ConfigError
 
-COMMAND = "make reproduce-table TABLE=11"
+COMMAND = "quicksilver reproduce table 11"
 
 
 class Experiment:
@@ -332,7 +332,7 @@ def test_the_command_runs_nothing_and_writes_the_ledger(table11, capsys):
     assert console.main(["claims", f"results_dir={table11.results}"]) == 0
     assert table11.made == []
     shown = capsys.readouterr().out
-    assert "make reproduce-table TABLE=11" in " ".join(shown.split())
+    assert "quicksilver reproduce table 11" in " ".join(shown.split())
     assert {path.name for path in table11.results.iterdir() if path.is_file()} == {"claims.csv", "claims.json", "claims.md"}
 
 

@@ -170,7 +170,7 @@ def test_a_table_of_another_model_is_linked_from_the_default_one_and_back(copy):
     assert f'<a href="{name}.html">{variant.title}</a>' in there
     assert f'<a href="table11.html">{DEFAULT}</a>' in other
     assert f"<strong>{variant.title}</strong>" in other
-    assert "MODEL=reference-llama" in other
+    assert "model=reference-llama" in other
     (line,) = [line for line in first.splitlines() if f"{name}.html" in line]
     assert 'href="table11.html"' in line  # in the default's line, not in one of its own
     assert "Model and text" not in (copy / "report" / "figure99.html").read_text()
@@ -356,7 +356,7 @@ def test_a_missing_record_is_named_with_the_command_that_makes_it(copy, records,
     assert report(copy) == 1
     said = capsys.readouterr().err
     assert gone[:12] in said
-    assert "make reproduce-table TABLE=11" in said
+    assert "quicksilver reproduce table 11" in said
     built = copy / "report"
     # Only the beginning of its name is known from the notes, all of it from the frame.
     assert "there is no such record" in (built / "runs" / f"{gone}.html").read_text(encoding="utf-8")
@@ -391,7 +391,7 @@ def test_a_record_that_only_the_ledger_names_has_its_page(copy, records):
     ledger.loc[0, "record"] = gone
     write_claims(copy, ledger)
     _, problems = make(copy)
-    assert [problem.remedy for problem in problems if gone in problem.where] == ["To make it: make claims"]
+    assert [problem.remedy for problem in problems if gone in problem.where] == ["To make it: quicksilver claims"]
     assert "claims names it" in (copy / "report" / "runs" / f"{gone}.html").read_text(encoding="utf-8")
 
 
@@ -404,7 +404,7 @@ def test_a_damaged_file_of_a_record_costs_its_pages_and_no_other(copy, records, 
     assert any(f"{name} is not the file that was recorded" in problem.what for problem in problems)
     page = (report / "runs" / f"{record.fingerprint}.html").read_text(encoding="utf-8")
     assert f"{name} is not the file" in page
-    assert "make reproduce-table TABLE=11" in page
+    assert "quicksilver reproduce table 11" in page
     assert not pages or not (report / pages / f"{record.fingerprint}.html").exists()
     assert (report / "tokens" / f"{records['all'].fingerprint}.html").is_file()
     assert (report / "explorer.html").is_file()
@@ -423,9 +423,9 @@ def test_a_failed_row_and_an_artefact_that_was_not_made_are_named(copy, capsys):
     said = capsys.readouterr().err
     assert "the run of its row continuation share failed" in said
     assert "table11-mine" not in said  # its row says so
-    assert "make claims" in said
+    assert "quicksilver claims" in said
     assert "it was not made yet" in said  # the figures of experiments/ that this folder has not
-    assert "make claims" in (copy / "report" / "index.html").read_text(encoding="utf-8")
+    assert "quicksilver claims" in (copy / "report" / "index.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("content", first(["", "[]", '{"schema_version": 1, "kind": "table"}']))
@@ -439,12 +439,12 @@ def test_a_damaged_table_is_named_and_the_rest_is_there(copy, content):
 def test_without_any_table_or_record_the_report_that_is_there_stays(copy, tmp_path, capsys):
     """As in a fresh clone: tables and report are committed, records are not."""
     assert report(tmp_path) == report(tmp_path / "nowhere") == 2
-    assert "make reproduce-table TABLE=11" in capsys.readouterr().err
+    assert "quicksilver reproduce table 11" in capsys.readouterr().err
     make(copy)
     before = (copy / "report" / "index.html").read_bytes()
     shutil.rmtree(copy / "runs")
     assert report(copy) == 2
-    assert "make reproduce" in capsys.readouterr().err
+    assert "quicksilver reproduce all" in capsys.readouterr().err
     assert (copy / "report" / "index.html").read_bytes() == before
 
 

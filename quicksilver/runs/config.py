@@ -197,23 +197,28 @@ def _one(words: Sequence[str], extra_dirs: Sequence[Path]) -> RunConfig:
 
 
 def _faults(words: Sequence[str], extra_dirs: Sequence[Path], first: str) -> str:
-    """What is wrong, a line each: the word that a message is about is left out, with what it chooses, and the others are tried again."""
+    """What is wrong, a line each: the word that a message is about is left out, with what it chooses, and the others are tried again. A message that
+    is about none of them follows from what was left out."""
     said, left = [first], list(words)
-    while True:
-        named = [word for word in left if word in said[-1] or word.partition("=")[0].lstrip("+~") in said[-1]]
-        for word in sorted(named, key=lambda word: word not in said[-1]):
-            key, chooses, _ = word.partition("=")
-            without = [other for other in left if other != word and not (chooses and other.startswith(f"{key}."))]
-            try:
-                _one(without, extra_dirs)
-                return "\n".join(said)
-            except ConfigError as error:
-                if str(error) not in said:
-                    said.append(str(error))
-                    left = without
-                    break
-        else:
-            return "\n".join(said)
+    while found := _next_fault(left, extra_dirs, said[-1]):
+        message, left = found
+        said.append(message)
+    return "\n".join(said)
+
+
+def _next_fault(words: Sequence[str], extra_dirs: Sequence[Path], said: str) -> tuple[str, list[str]] | None:
+    key_of = {word: word.partition("=")[0].lstrip("+~") for word in words}
+    for word in sorted((word for word in words if word in said or key_of[word] in said), key=lambda word: word not in said):
+        about = (f"{key_of[word]}=", f"{key_of[word]}.") if "=" in word else (word,)  # a choice, with what is said of it
+        without = [other for other in words if not other.startswith(about)]
+        try:
+            _one(without, extra_dirs)
+            return None
+        except ConfigError as error:
+            if (message := str(error)) != said:
+                begins = tuple(f"{key_of[other]}{sign}" for other in without for sign in "=: ")
+                return (message, without) if message.startswith(begins) else None
+    return None
 
 
 def _own_schedule(config: RunConfig) -> dict[str, str]:

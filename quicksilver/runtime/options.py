@@ -110,7 +110,7 @@ def _check_type(name: str, value: object, hint: Any) -> object:
             raise ConfigError(f"{name}={value!r} must be {_name_of(hint)}.")
         if inner := get_args(hint)[:1]:
             for i, one in enumerate(value):
-                _check_of(inner[0])(f"{name}[{i}]" if len(value) > 1 else name, one)
+                _check_of(inner[0])(f"{name}[{i}]", one)
     elif isinstance(origin, type) and not isinstance(value, origin):
         raise ConfigError(f"{name}={value!r} must be {_name_of(hint)}.")
     return value

@@ -247,12 +247,12 @@ def test_the_readme_takes_written_tables_and_figures(tmp_path):
     readme.write_text(
         "before\n<!-- table11:begin -->\nold\n<!-- table11:end -->\n<!-- figure08_15:begin -->\n<!-- figure08_15:end -->\n"
     )
-    with pytest.raises(ConfigError, match="TABLE=11"):
+    with pytest.raises(ConfigError, match="table 11"):
         fill_readme(readme, results)
     (results / "tables").mkdir(parents=True)
     written = Written("table", "table11", "Title", (), (), legend=("a",))
     (results / "tables" / "table11.json").write_bytes(written.json())
-    with pytest.raises(ConfigError, match="FIGURE=8"):
+    with pytest.raises(ConfigError, match="figure 8"):
         fill_readme(readme, results)
     (results / "figures").mkdir()
     written = Written("figure", "figure08_15", "Title", (), (), pictures=("figure08_15.png",))
@@ -273,7 +273,7 @@ def test_the_readme_takes_rows_alone_and_the_counts_of_verdicts(tmp_path):
     panel = PrintedPanel("p", "P", (Heading("", "what"),), (Section("", (PrintedRow(0, (("a",),)),)),), ("Model: m.", "Text: t."))
     written = Written("table", "table_front", "Title", ("x",), ((1,),), (panel, panel), (f"{FOUND}it saves 4%.", "legend"))
     (tables / "table_front.json").write_bytes(written.json())
-    with pytest.raises(ConfigError, match="make claims"):
+    with pytest.raises(ConfigError, match="quicksilver claims"):
         fill_readme(readme, tmp_path / "results")
     (tables.parent / "claims.json").write_bytes(Written("table", "claims", "3 reproduced", (), ()).json())
     for _ in range(2):

@@ -167,7 +167,7 @@ def _packages() -> Iterator[str]:
     from packaging.requirements import Requirement
 
     missing: dict[str, list[str]] = {}
-    for requirement in map(Requirement, importlib.metadata.requires("quicksilver") or ()):
+    for requirement in map(Requirement, importlib.metadata.requires("quicksilver-lm") or ()):
         extra = re.search(r"extra == ['\"]([\w-]+)['\"]", str(requirement.marker or ""))
         if extra is not None and extra[1] in COSTS:
             try:

@@ -416,7 +416,8 @@ def _not_judged(claim: _Claim, answers: Sequence[tuple[Source, AnsweredBy]], rea
     said = said or {"why": entry.not_measured or "no experiment of this version asks"}
     if said["why"] == _ZERO:
         return {"verdict": BY_DEFINITION, **said}
-    if claim.name in entry.not_comparable or (what.sense == "level" and (what.kind == "tokens" or reasons)):
+    made = any(one is not None and one.record is not None for _, one in there)
+    if claim.name in entry.not_comparable or (what.sense == "level" and (what.kind == "tokens" or made)):
         return {"verdict": "not comparable", "why": entry.not_comparable.get(claim.name) or entry.not_measured or said["why"]}
     return {"verdict": "not measured", **said}
 

@@ -83,9 +83,11 @@ CUMULATIVE_ANSWERS: dict[str, AnsweredBy | tuple[AnsweredBy, ...]] = {
         AnsweredBy("continuation", _JOINT, of=worst, note=_NOTE),
     ),
 }
-ISOLATED_ANSWERS = {
+ISOLATED_ANSWERS: dict[str, AnsweredBy | tuple[AnsweredBy, ...]] = {
     **{f"p4.isolated.{mechanism}": _in_both(f"isolated.{mechanism}") for mechanism in MECHANISMS},
     "e7.latency": _in_both("isolated.quantization"),
+    "faq.generation": AnsweredBy("continuation", "isolated.fusion"),
+    "c5.generation": AnsweredBy("continuation", "isolated.kv_skipping"),
     **{f"section3.isolated.{mechanism}": _in_both(f"isolated.{mechanism}") for mechanism in ("halting", "fusion")},
 }
 

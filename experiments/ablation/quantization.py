@@ -122,6 +122,9 @@ def app_j_factor(record: Record) -> float | None:
     return saved[0] / saved[1]
 
 
+APP_J, ZERO = "with Appendix J's own β", "8 bits cost 1, so that a uniform 8 bits saves nothing"
+
+
 def app_j(panel: str, key: str) -> AnsweredBy:
     """The answer of a row to a claim about operations: those gone in Appendix J with its own β."""
 
@@ -131,7 +134,7 @@ def app_j(panel: str, key: str) -> AnsweredBy:
             return None
         return Estimate.of(saved_pct(record, dense, "paper_flops"), times=factor)
 
-    return AnsweredBy(panel, key, of=of, note="with Appendix J's own β")
+    return AnsweredBy(panel, key, of=of, note=APP_J, by_definition=ZERO * (key == "uniform8"))
 
 
 def _lead(key: str, panel: Mapping[str, Outcome]) -> Estimate | None:
@@ -163,6 +166,8 @@ def answers() -> dict[str, tuple[AnsweredBy, ...]]:
     for name, of in (("delta_ppl", _added), ("flops_saved_pct", _beyond_8_bits)):
         answer = AnsweredBy(beyond.panel, beyond.key, of=partial(of, beyond.key), note="against a uniform 8 bits")
         found[f"e9.quantization.{name}"] = (answer,)
+    # With Appendix J's β a uniform 8 bits saves nothing: what is saved beyond it is all that is saved.
+    found["e9.quantization.flops_saved_pct"] += (app_j(beyond.panel, beyond.key),)
     return found
 
 
@@ -185,7 +190,7 @@ def two_bits(record: Record) -> Estimate | None:
     return trace_counts.share_pct(deep["bits_2"], deep["active"])
 
 
-TWO_BITS_NOTE = "by Appendix O's rule, of the tokens in the layers after the decision"
+TWO_BITS_NOTE = "by Appendix O's rule, decided once, after half of the layers"
 ANSWERS_10 = {
     "o.two_bits.two_bit_share_pct": tuple(
         AnsweredBy(panel, "appendix_o", of_record=two_bits, note=TWO_BITS_NOTE) for panel in PANELS

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from quicksilver.records.stats import bootstrap, paired_records
 from quicksilver.report import comparison, sweeps
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.claims.ledger import AnsweredBy
+from quicksilver.report.claims.ledger import AnsweredBy, saved_pct
 from quicksilver.report.claims.reported import Estimate, reported
 from quicksilver.report.figure import HATCHES, PALETTE, Figure, heat_look, panels, style, whiskers, write_cells
 from quicksilver.report.table import ENDS, Column, Panel, Table, signed, with_ends
@@ -34,7 +34,11 @@ FACTORS = {
 }
 LETTERS = "".join(FACTORS)
 SETS = tuple("".join(chosen) for size in range(len(LETTERS) + 1) for chosen in itertools.combinations(LETTERS, size))
-SWEEP = sweeps.Sweep("factorial", "All combinations")
+# The FAQ: all four on a model that pruning made smaller.
+PRUNED, ON_PRUNED = "channels pruned", "channels pruned, all four"
+_ALL_FOUR = ",".join(module for module, _, _ in FACTORS.values())
+BESIDE = {PRUNED: ("modules=[channel_pruning]",), ON_PRUNED: (f"modules=[channel_pruning,{_ALL_FOUR}]",)}
+SWEEP = sweeps.Sweep("factorial", "All combinations", beside=BESIDE)
 LEDGERS = ("nominal", "executed", "paper")
 QUALITY = "nats"
 EFFECTS, SYNERGY = "effects", "synergy"
@@ -50,6 +54,9 @@ def rows() -> list[Row]:
     """A row a combination, its key the letters of what takes part (empty: dense inference)."""
     found = []
     for row in SWEEP.rows():
+        if row.section:
+            found.append(row)
+            continue
         (word,) = row.overrides[1:]
         modules = [name for name in word.removeprefix("modules=").strip("[]").split(",") if name]
         letters = "".join(letter for letter, (module, _, _) in FACTORS.items() if module in modules)
@@ -133,12 +140,12 @@ def _numbers(sums: NDArray[np.float64]) -> dict[tuple[str, str, str], NDArray[np
 
 def worst(outcomes: Mapping[str, Outcome]) -> Estimate | None:
     """Perplexity added by the combination that adds most, in percent of dense; None where one has no record."""
-    pairs = {key: (outcome.record, outcome.dense) for key, outcome in outcomes.items()}
+    pairs = {key: (outcome.record, outcome.dense) for key, outcome in outcomes.items() if key not in BESIDE}
     found = []
     for key, (record, dense) in pairs.items():
         if record is None or dense is None:
             return None
-        if key != "dense":
+        if key in SETS[1:]:
             paired = paired_records(record, dense)
             found.append(Estimate(paired.relative_pct, paired.relative_pct_low, paired.relative_pct_high))
     return max(found, key=lambda estimate: estimate.value, default=None)
@@ -159,6 +166,12 @@ def _interaction(name: str) -> Callable[[Mapping[str, Outcome]], Estimate | None
         return None if sums is None else Estimate.of(bootstrap(points, sums))
 
     return of
+
+
+def _on_pruned(outcomes: Mapping[str, Outcome]) -> Estimate | None:
+    """Percent of the pruned model's operations, in the paper's ledger, that all four save on top."""
+    ours, pruned = outcomes[ON_PRUNED].record, outcomes[PRUNED].record
+    return None if ours is None or pruned is None else saved_pct(ours, pruned, "paper_flops")
 
 
 def _reported() -> dict[str, Any]:
@@ -280,6 +293,10 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
 ANSWERS = {f"p4.isolated.{claim}": AnsweredBy("factorial", letter) for letter, (_, claim, _) in FACTORS.items()}
 ANSWERS |= {"p4.joint": AnsweredBy("factorial", LETTERS), "p4.half": AnsweredBy("factorial", LETTERS)}
 ANSWERS["p4.stability.delta_ppl"] = AnsweredBy("factorial", LETTERS, of=worst, note="the combination of the 15 that adds most")
+_PRUNED_NOTE = "30% of the MLP channels left out, those of least weight, untrained; against the pruned model"
+ANSWERS["faq.on_top_of_pruning.flops_saved_pct"] = AnsweredBy(
+    "factorial", ON_PRUNED, of=_on_pruned, note=_PRUNED_NOTE, against=PRUNED
+)
 # What a claim says of a set: in the paper's ledger, which counts nothing that KV skipping saves, or in the nominal one.
 _INTERACTIONS = {
     "p4.super_additive": (LETTERS, "δ of all four, beyond the sum of each alone"),

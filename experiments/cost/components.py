@@ -38,9 +38,8 @@ COMPONENTS = {  # as `quicksilver.measure.components` names them -> what is prin
     "model": "Rest of the model",
 }
 IN_THE_PAPER = [*COMPONENTS][:6]
-THREE = "cumulative.fusion"  # all four without bit-widths, whose times say nothing where they are simulated
-HEADINGS = {costs.JOINT: "all four", THREE: "without bit-widths", costs.BUDGET: "halting by attention"}
-RUNS = {"joint": costs.JOINT, "three": THREE, "budget": costs.BUDGET}
+HEADINGS = {costs.JOINT: "all four", costs.BUDGET: "halting by attention"}
+RUNS = {"joint": costs.JOINT, "budget": costs.BUDGET}
 TOTAL, SUM = "total", "sum"
 
 
@@ -163,8 +162,7 @@ def _answer(component: str, quantity: str) -> AnsweredBy:
         return None if gone is None else Estimate(gone[0], gone[0] - gone[1], gone[0] + gone[1], gone[1])
 
     note = f"{COMPONENTS.get(component, 'the whole pass')} of a prompt, all four together"
-    fixed = "no mechanism touches the embedding" if (component, quantity) == ("embedding", "speedup_pct") else ""
-    return AnsweredBy(costs.PANEL, costs.JOINT, of_record=of, note=note, by_definition=fixed)
+    return AnsweredBy(costs.PANEL, costs.JOINT, of_record=of, note=note)
 
 
 ANSWERS = {
@@ -195,7 +193,6 @@ def table07_component_latency(outcomes: Sequence[Outcome], name: str) -> Table:
         "of the component's two interquartile ranges where that is larger and printed in the cell.",
         "Sum off by: how far the sum of the components is from the untouched pass, which is timed in the same rounds. It is the "
         "cost of the timing marks, and noise.",
-        "simulated: float products stand in for those at fewer bits, so there is no time. Without bit-widths: the other three mechanisms.",
         "Attention includes K/V projected for halted tokens. Quantization is coding and decoding; products at fewer bits count "
         "for the component whose float product they replace. The dense column is that of the first run.",
         "The paper measured GPT-2 774M on an A100. Its milliseconds cannot be compared with another model or machine.",
@@ -214,9 +211,10 @@ GROUPS = {
     "norms": ("norms",),
     "KV write": ("kv_write",),
     "signals, decisions, fusion": ("decisions", "fusion"),
+    "quantizing": ("quantization",),
     "gather, masks": ("gather_scatter", "runtime"),
 }
-LAYERED = {costs.DENSE: "Dense", THREE: "Halting, KV skipping, fusion", costs.BUDGET: "Halting by attention"}
+LAYERED = {costs.DENSE: "Dense", costs.JOINT: "All four mechanisms", costs.BUDGET: "Halting by attention"}
 
 
 def layers(record: Record, key: str) -> pd.DataFrame:
@@ -239,10 +237,10 @@ def layers(record: Record, key: str) -> pd.DataFrame:
 def figure_layer_times(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Figure layer-times: where the time of each layer goes, dense, with the paper's mechanisms, and halting by attention (App. K, layerwise).
 
-    Every record is set against the dense pass of its own. Bit-widths are left out: they are simulated and have no time.
+    Every record is set against the dense pass of its own.
     """
     records = costs.by_key(outcomes)
-    there = [key for key in LAYERED if key in records]
+    there = [key for key in LAYERED if key in records and not records[key].simulated]
     found = pd.concat([layers(records[key], key) for key in there], ignore_index=True)
     totals = {str(key): 100 * mine["ms"].sum() / _dense_ms(mine) for key, mine in found.groupby("run")}
     with style():
@@ -263,11 +261,11 @@ def figure_layer_times(outcomes: Sequence[Outcome], name: str) -> Figure:
         legend_below(drawing, axes[0, 0].get_legend_handles_labels()[0], ncols=len(GROUPS))
     caption = (
         "Medians over rounds of one pass over a batch of prompts. Each record is compared with the dense pass that took turns with it. Grey line: "
-        "that pass. Bit-widths are simulated: they have no time and are left out. Embedding and output head belong to no layer.",
+        "that pass. Embedding and output head belong to no layer.",
         "The components are timed in a pass of their own; Table 7 compares their sum with an untouched pass.",
         *provenance.notes(outcomes),
     )
-    said = {THREE: "with halting, KV skipping and fusion", costs.BUDGET: "with halting by attention"}
+    said = {costs.JOINT: "with all four mechanisms", costs.BUDGET: "with halting by attention"}
     parts = [f"{totals[key]:.0f}% {words}" for key, words in said.items() if key in totals]
     finding = f"The layers take, of their own dense pass: {', '.join(parts)}" if parts else ""
     return Figure(name, "Where the time of each layer goes", found, drawing, caption, finding=finding)

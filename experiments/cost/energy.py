@@ -56,8 +56,7 @@ _BAR: dict[str, Any] = {"width": 0.55, "edgecolor": "black", "linewidth": 0.5, "
 def _answer(quantity: str) -> Callable[[Record], Estimate | None]:
     def of(record: Record) -> Estimate | None:
         if quantity == "speedup_pct":
-            latency = record.measured("latency", LatencyResult)
-            return costs.time_saved(latency.latency_ratio, latency.noise_floor_pct)
+            return costs.of_a_batch(record)
         energy = costs.energy(record)
         if not energy.measured:
             raise ConfigError(f"energy was not measured, but estimated from the clock ({energy.method})")
@@ -98,7 +97,7 @@ def figure16_speed_emissions(outcomes: Sequence[Outcome], name: str) -> Figure:
     caption = (
         "Each step has one mechanism more. Left: decrease of the wall clock of a batch against dense inference, which takes turns with it; whiskers: "
         "quartiles; grey band: noise floor (A/A, pooled), within which nothing is a speedup. Right: net joules per token in percent of dense ones of the same "
-        "run, with joules, grams of CO₂ and the method at each; no bar: below the resolution, or simulated.",
+        "run, with joules, grams of CO₂ and the method at each; no bar: below the resolution.",
         costs.energy_note(outcomes),
         *comparison.noise_note(members, "a batch's time"),
         "The paper: F.2, grams per token of GPT-2 774M on an A100, in percent of its dense 0.51 g.",
@@ -285,7 +284,7 @@ def table_waterfall(outcomes: Sequence[Outcome], name: str) -> Table:
         "kernels: time of embedding, attention, MLP, norms and head, without what the runtime adds around them.",
         "realized: wall clock saved over executed operations saved; 1: every operation not executed is time not spent. "
         f"{NO_VALUE} where one of the two is within the noise of the clock, or no operation was saved.",
-        f"{comparison.NOISE} below resolution: idle windows differ by as much. simulated: no time and no joules.",
+        f"{comparison.NOISE} below resolution: idle windows differ by as much.",
         costs.energy_note(outcomes),
     )
     notes = (*comparison.noise_note(found.to_dict("records"), "a prompt's time"), *provenance.notes(outcomes))
@@ -337,7 +336,7 @@ def figure_waterfall(outcomes: Sequence[Outcome], name: str) -> Figure:
     caption = (
         "What is left of dense inference (100) at each stage: nominal operations (the dense formula on active tokens), executed operations (what "
         "ran), kernels (time of the model's own parts), wall clock with its quartiles, net joules. Dark cap on the clock: what deciding costs. "
-        "Hatched: a difference that is no larger than the noise of the instrument. Simulated widths have no time and no joules.",
+        "Hatched: a difference that is no larger than the noise of the instrument.",
         "All of the prompt; joules of the prompt and the tokens after it. The cost of deciding was measured by a run that decides and computes "
         "every token all the same. realized: time saved over executed operations saved; no number where one of the two is within the noise.",
         *comparison.noise_note(found.to_dict("records"), "a prompt's time"),
@@ -374,7 +373,7 @@ def _falls(plot: Any, row: Mapping[str, Any]) -> None:
             top = 100 - low
         look = {"textcoords": "offset points", "ha": "center", "zorder": 5}
         box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # the line at 100 must not strike it out
-        plot.annotate(f"{100 - saved:.0f}{' (noise)' * refused}", (place, top), (0, 3), bbox=box, **look)
+        plot.annotate(f"{100 - saved:.0f}" + "\n(noise)" * refused, (place, top), (0, 3), bbox=box, **look)
     plot.axhline(100, color=GREY, linewidth=0.8, linestyle="-", marker="", zorder=0.5)
     ratio = number(row, "realization")
     realized = "" if ratio is None or np.isnan(ratio) else f", realized {ratio:.2f}"

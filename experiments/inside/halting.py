@@ -253,7 +253,51 @@ _HEATMAPS = {
 }
 
 
-@artefact(_RUNS, sentences.read_of_windows("run.nll_nats", "dense.nll_nats"))
+def _drift_and_attribution(signals: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
+    """By slot: drift after the last layer, and mean attribution between the first layer and the last."""
+    last = signals["layer"].max()
+    between = signals[signals["layer"].between(1, last - 1)]
+    attribution = between["dense_gradient_x_state"].abs().groupby(between["slot"]).mean()
+    return signals[signals["layer"] == last].set_index("slot")["sdi_l2"], attribution
+
+
+def overlap(record: Record) -> Estimate | None:
+    """Rank correlation of drift with attribution over the tokens of the windows."""
+    both = [_drift_and_attribution(record.signals(text)) for text in range(sentences.WINDOW, len(record.texts))]
+    ranks = [pd.concat([one[side].loc[1:].rank(pct=True) for one in both]) for side in (0, 1)]
+    return Estimate.of(bootstrap(_correlation, *ranks))
+
+
+def _correlation(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+    x, y = (one - one.mean(-1, keepdims=True) for one in (x, y))
+    return (x * y).sum(-1) / np.sqrt((x**2).sum(-1) * (y**2).sum(-1))
+
+
+def entropy_and_drift(record: Record) -> Estimate | None:
+    """Rank correlation of entropy with drift after half of the layers, over the tokens of the windows; both of the dense model."""
+    signals = [record.signals(text) for text in range(sentences.WINDOW, len(record.texts))]
+    half = [one[(one["layer"] == record.model.layers // 2) & (one["slot"] > 0)] for one in signals]
+    ranks = [pd.concat([one[name].rank(pct=True) for one in half]) for name in ("dense_entropy_nats", "dense_drift_l2")]
+    return Estimate.of(bootstrap(_correlation, *ranks))
+
+
+_ARRAYS_21 = ("run.sdi_l2", *(f"dense.{name}" for name in ("gradient_x_state", "entropy_nats", "drift_l2")))
+_READ_21 = sentences.read_of_windows("run.nll_nats", "dense.nll_nats", *_ARRAYS_21)
+_NOTE_21 = "drift after the last layer, gradient × state; of the tokens of two windows; the interval is over tokens"
+
+
+_ANSWERS_21 = {
+    "figure21.overlap": AnsweredBy("", "halting", of_record=overlap, note=_NOTE_21),
+    "e3.entropy_and_drift": AnsweredBy(
+        "",
+        "halting",
+        of_record=entropy_and_drift,
+        note="after half of the layers, where widths are decided; dense model; the interval is over tokens of two windows",
+    ),
+}
+
+
+@artefact(_RUNS, _READ_21, answers=_ANSWERS_21)
 def figure21_failure_heatmaps(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Figure 21: Semantic Drift Index and error attribution, by token and layer.
 
@@ -276,9 +320,11 @@ def figure21_failure_heatmaps(outcomes: Sequence[Outcome], name: str) -> Figure:
         draw.labels_below(bars, sentences.labels(change["token"]))
         bars.set_xlim(-0.5, len(change) - 0.5)
         bars.grid(visible=False, axis="x")
-    overlap, said = _findings(frame)
+    correlation, said = _findings(frame)
     caption = sentences.caption(outcomes, TEXT, *said, _harm(record))
-    finding = f"Rank correlation of drift with error attribution: {overlap:+.2f}; the paper says that they overlap substantially"
+    finding = (
+        f"Rank correlation of drift with error attribution: {correlation:+.2f}; the paper says that they overlap substantially"
+    )
     return Figure(name, "Figure 21: semantic drift and error attribution", frame, drawing, caption, finding=finding)
 
 
@@ -310,10 +356,9 @@ def _heat(drawing: Drawing, axes: Axes, frame: pd.DataFrame, column: str) -> Non
 
 def _findings(frame: pd.DataFrame) -> tuple[float, tuple[str, ...]]:
     """Rank correlation of drift with attribution, and what is said of both."""
-    last = frame["layer"].max()
-    attribution = frame[frame["layer"].between(1, last - 1)].groupby("slot")["error_attribution_nats"].mean()
-    at_end = frame[frame["layer"] == last].set_index("slot")
-    drift, change = at_end["sdi_l2"], at_end["loss_change_nats"]
+    drift, attribution = _drift_and_attribution(frame)
+    at_end = frame[frame["layer"] == frame["layer"].max()].set_index("slot")
+    change = at_end["loss_change_nats"]
     both = spearmanr(drift.loc[1:], attribution.loc[1:])
     # The prediction of token t+1 is made from the state of token t.
     harm = spearmanr(drift.iloc[:-1], change.iloc[1:].abs())

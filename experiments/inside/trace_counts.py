@@ -258,12 +258,15 @@ DECAYING = {
     ALL_FOUR: "all four",
     "budget.attention": "halting by attention",
 }
-# Halting alone: fusion takes away a share that is configured, all at once.
-_ANSWER = AnsweredBy(
-    PANEL,
-    HALTING,
-    of_record=lambda record: Estimate.of(decay_of_prompts(record)[0], record.model.layers / 30),
-    note="halting alone, fitted up to the layers that halted tokens take part in again; for each of 30 layers",
+# Fusion takes away a share that is configured, all at once; so halting alone has a row of its own.
+_ANSWER = tuple(
+    AnsweredBy(
+        PANEL,
+        key,
+        of_record=lambda record: Estimate.of(decay_of_prompts(record)[0], record.model.layers / 30),
+        note=f"{DECAYING[key]}, fitted up to the layers that halted tokens take part in again; for each of 30 layers",
+    )
+    for key in (HALTING, ALL_FOUR)
 )
 
 

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from quicksilver.measure.strata import against_null
 from quicksilver.measure.words import SIGNALS_OF_WORDS, WORDS, Means, WordClassesResult, WordSignalsResult
 from quicksilver.records.record import Record
-from quicksilver.records.stats import bootstrap
+from quicksilver.records.stats import MIN_WINDOWS, bootstrap
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, artefact
 from quicksilver.report.claims.ledger import AnsweredBy
@@ -92,11 +92,53 @@ def _answer(*names: str, note: str = "") -> AnsweredBy:
     return AnsweredBy(runs.HALTING, runs.MAIN, of_record=rate, beyond_chance=beyond, note=said)
 
 
-_FUNCTION = ("determiner", "preposition", "conjunction")
-_LOWEST = _answer(*_FUNCTION, note="the lowest of determiners, prepositions and conjunctions")
+def _by_window(record: Record, *classes: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Tokens of these classes by the paper's tags, and those of them that halted by half of the depth, window by window."""
+    tokens = pd.read_parquet(record.path / WORDS, columns=["paper_class", "halt_layer", "window"])
+    member = tokens["paper_class"].isin(classes)
+    halted = member & (tokens["halt_layer"] <= result(record).layer)
+    return tuple(np.bincount(tokens["window"], weights=one.astype(float)) for one in (member, halted))  # type: ignore[return-value]
+
+
+def _predominant(record: Record) -> Estimate:
+    (_, ours), (_, halted) = _by_window(record, *_EARLY, *_LATER), _by_window(record, *_OF_THE_PAPER)
+    return Estimate.of(bootstrap(lambda a, b: 100 * a.sum(-1) / np.maximum(b.sum(-1), 1), ours, halted))
+
+
+def _beyond_their_share(record: Record) -> Estimate:
+    (tokens, ours), (every, halted) = _by_window(record, *_EARLY, *_LATER), _by_window(record, *_OF_THE_PAPER)
+    sums = (ours, halted, tokens, every)
+    return Estimate.of(bootstrap(lambda a, b, c, d: 100 * (a.sum(-1) / np.maximum(b.sum(-1), 1) - c.sum(-1) / d.sum(-1)), *sums))
+
+
+def _lower(record: Record) -> Estimate | None:
+    """The lowest rate of determiners, prepositions and conjunctions, less the higher of pronouns' and auxiliaries', in points."""
+    sums = [one for name in (*_EARLY, *_LATER) for one in _by_window(record, name)]
+    if any(tokens.sum() < MIN_WINDOWS for tokens in sums[::2]):
+        return None
+
+    def apart(*drawn: Any) -> Any:
+        rates = [
+            100 * halted.sum(-1) / np.maximum(tokens.sum(-1), 1) for tokens, halted in zip(drawn[::2], drawn[1::2], strict=True)
+        ]
+        return np.minimum.reduce(rates[: len(_EARLY)]) - np.maximum.reduce(rates[len(_EARLY) :])
+
+    return Estimate.of(bootstrap(apart, *sums))
+
+
+_EARLY, _LATER = ("determiner", "preposition", "conjunction"), ("pronoun", "auxiliary")
+_OF_THE_PAPER = tuple(one for one, (_, claim) in CLASSES.items() if claim)
+_LOWEST = _answer(*_EARLY, note="the lowest of determiners, prepositions and conjunctions")
 _ANSWERS = {f"{claim}.halted_share_pct": _answer(name) for name, (_, claim) in CLASSES.items() if claim is not None}
 _ANSWERS |= {f"{entry}.function_words.halted_share_pct": _LOWEST for entry in ("section2", "s1")}
 _ANSWERS["m.content_words.halted_share_pct"] = _answer("content")
+_NOTED = "of the tokens of the paper's classes that halt by half of the depth, by its tags"
+_ANSWERS["section2.predominantly"] = AnsweredBy(
+    runs.HALTING, runs.MAIN, of_record=_predominant, beyond_chance=_beyond_their_share, note=_NOTED
+)
+_ANSWERS["m.pronouns_and_auxiliaries"] = AnsweredBy(
+    runs.HALTING, runs.MAIN, of_record=_lower, note="the lowest of DT, IN, CC less the higher of the two"
+)
 
 
 # --- Tables 2, 8 and 12 -----------------------------------------------------------------------------------------------------------
@@ -270,14 +312,17 @@ Z = 1.96
 TERMS = {"position": "position", "log frequency": "+ log frequency", "word start": "+ word start", "class": "+ class"}
 
 
-def _half(one: Means) -> int:
-    return len(one.mean) // 2
+def _ends(one: Means) -> tuple[int, int]:
+    """Where Appendix O and Figure 19 look first and last: layers 10 and 20 of 30, of a model whose last layer is not looked at."""
+    first, last = (round(layer / 30 * (len(one.mean) + 1)) - 1 for layer in (10, 20))
+    return first, last
 
 
 def _deepened(one: Means) -> Estimate:
-    """Mean entropy in the last layer that is looked at, less that at half of the depth. As if the two were of different sentences, which is
-    wider than they are."""
-    change, error = one.mean[-1] - one.mean[_half(one)], float(np.hypot(one.error[-1], one.error[_half(one)]))
+    """Mean entropy at two thirds of the depth, less that at a third. As if the two were of different sentences, which is wider than they
+    are."""
+    first, last = _ends(one)
+    change, error = one.mean[last] - one.mean[first], float(np.hypot(one.error[last], one.error[first]))
     return Estimate(change, change - Z * error, change + Z * error)
 
 
@@ -285,7 +330,7 @@ def _deepening(words: str) -> AnsweredBy:
     def of(record: Record) -> Estimate:
         return _deepened(record.measured("word_signals", WordSignalsResult).entropy_nats[words])
 
-    note = f"{words} words, logit lens of the dense model, last layer that is looked at, less half of the depth; table lenses says what that lens knows"
+    note = f"{words} words, logit lens of the dense model, from layer 10 to 20 of 30; table lenses says what that lens knows"
     return AnsweredBy(runs.HALTING, runs.MAIN, of_record=of, note=note)
 
 
@@ -311,7 +356,7 @@ def _decay(record: Record) -> Estimate | None:
 _KEPT = "over what others get at the same place, in the dense model: layers after half of the depth"
 _SIGNAL_ANSWERS: dict[str, AnsweredBy | tuple[AnsweredBy, ...]] = {
     "e4.collapse.entropy_change_nats": _deepening("function"),
-    "o.entropy.entropy_change_nats": tuple(_deepening(words) for words in ("function", "content")),
+    "o.entropy.entropy_change_nats": _deepening("all"),
     "c1.decay.attention_kept_ratio": AnsweredBy(runs.HALTING, runs.MAIN, of_record=_decay, note=_KEPT),
 }
 
@@ -327,7 +372,7 @@ def figure_word_signals(outcomes: Sequence[Outcome], name: str) -> Figure:
     caption = (*_said(found), *runs.whose_tags(outcomes), *provenance.notes(outcomes))
     frame = pd.concat(parts, ignore_index=True)
     change = _deepened(found.entropy_nats["function"])
-    finding = f"The entropy of function words changes by {change.value:+.2f} nats over the upper half of the layers; the paper says that it collapses"
+    finding = f"The entropy of function words changes by {change.value:+.2f} nats from a third to two thirds of the depth; the paper says that it collapses"
     return Figure(name, "Signals of the dense model by word class", frame, drawing, caption, finding=finding)
 
 
@@ -407,4 +452,5 @@ def _said(found: WordSignalsResult) -> tuple[str, ...]:
 
 def _change(one: Means) -> str:
     change = _deepened(one)
-    return f"{one.mean[_half(one)]:.2f} → {one.mean[-1]:.2f} nats ({change.value:+.2f} [{change.low:+.2f} {change.high:+.2f}])"
+    first, last = _ends(one)
+    return f"{one.mean[first]:.2f} → {one.mean[last]:.2f} nats ({change.value:+.2f} [{change.low:+.2f} {change.high:+.2f}])"

@@ -103,7 +103,7 @@ TABLE_1: dict[str, tuple[tuple[str, str, str, str, str], tuple[str, ...]]] = {
     "Early exit": ((YES, "possibly", NO, NO, "limited"), ("StaticExit", "ConfidenceExit")),
     "Mixture-of-experts routing": ((YES, YES, NO, NO, NO), ()),
     "Speculative decoding": ((NO, "light wrapper", YES, NO, "limited"), ("PromptLookup",)),
-    "Attention/layer pruning": ((YES, "model patch", NO, NO, "limited"), ()),
+    "Attention/layer pruning": ((YES, "model patch", NO, NO, "limited"), ("ChannelPruning",)),
     "Quantization": ((YES, "compiler patch", NO, NO, YES), ("Int8Dynamic", "BFloat16", "FastestLinear")),
     "Token merging": (("sometimes", "light patch", YES, YES, YES), ("TokenMerging",)),
     "Sparse attention": ((YES, YES, NO, NO, NO), ("SlidingWindow", "SinkAttention")),

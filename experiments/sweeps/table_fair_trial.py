@@ -49,7 +49,7 @@ WINNERS: dict[str, dict[tuple[str, int], str]] = {
     },
 }
 
-# The budget whose winner also answers the paper's claims of a mechanism alone: the one nearest to the saving that Table 11 claims of it.
+# The budget whose winner also answers the paper's claims of a mechanism alone.
 _NEAREST = {"halting": 15, "kv_skipping": 5, "fusion": 25}
 ANSWERS = {
     f"{claims}.isolated.{mechanism}": AnsweredBy(TEST, f"{mechanism}.{budget}", tuned=True)

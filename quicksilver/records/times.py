@@ -41,6 +41,9 @@ class TimedProcess:
     rounds: int
     results: dict[str, LatencyResult]
 
+    def __hash__(self) -> int:
+        return hash((self.table, self.started))
+
     def write(self, root: Path) -> Path:
         """Write it below the results folder `root`; returns the file."""
         stamp = self.started.partition("+")[0].replace(":", "").replace("-", "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 _HOMES = {
-    "compose": "config", "RunConfig": "config", "choices": "choices",
+    "compose": "config", "RunConfig": "config",
     "ensure": "run", "make": "run", "plan": "run", "Plan": "run", "Planned": "run", "Progress": "run",
 }  # fmt: skip
 

@@ -92,7 +92,8 @@ class Architecture(ABC):
         self.layer_signature = inspect.signature(type(self.layers[0]).forward)
         # Every family here has identical layers; weights of matrix products only (norms and biases are not products).
         linear = [m.weight for m in self.layers[0].modules() if isinstance(m, (nn.Linear, Conv1D))]
-        self.linear_params_per_layer = sum(weight.numel() for weight in linear)
+        self.linear_params_per_layer = sum(weight.numel() for weight in linear)  # of this run; a transform may leave some out
+        self.dense_linear_params_per_layer = self.linear_params_per_layer
         self._own_linear_params_per_layer = sum(local(weight).numel() for weight in linear)
         self.kv_params_per_layer = 2 * self.width * self.n_kv_heads * self.head_dim
         # Weights that `project_kv` and `project_q` really multiply by: more than their own where a fused projection cannot be cut.
@@ -106,7 +107,7 @@ class Architecture(ABC):
             return self
         own, size = copy.copy(self), self.ranks.size
         own.shares = size
-        own.linear_params_per_layer = self._own_linear_params_per_layer
+        own.linear_params_per_layer = own.dense_linear_params_per_layer = self._own_linear_params_per_layer
         own.n_heads, own.n_kv_heads = self.n_heads // size, self.own_kv_heads
         own.kv_params_per_layer, own.query_params_per_layer = (
             self.kv_params_per_layer // size,
@@ -149,8 +150,8 @@ class Architecture(ABC):
         """
         if self.parts.readers is None:
             raise UnsupportedModelError(
-                f"The residual stream of {self.family} cannot be rotated: a norm stands between its sublayers and the stream. "
-                "Leave channel_sparsity out."
+                f"The weights of {self.family} cannot be changed: a norm stands between its sublayers and the residual stream. Leave "
+                "channel_sparsity and channel_pruning out."
             )
         of = self.layers[layer]
         return [(attrgetter(norm)(of), [attrgetter(name)(of) for name in maps]) for norm, maps in self.parts.readers.items()]

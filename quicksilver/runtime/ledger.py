@@ -133,7 +133,9 @@ def pass_flops(arch: Architecture, work: PassWork, trace: PassTrace, beta: Mappi
         nearest = min((limit for limit in (window, span.reach if span else None) if limit is not None), default=None)
         nominal += 4 * arch.n_heads * arch.head_dim * _visible_pairs(arch.causal, nearest, active, present, past)
         dense_pairs = _visible_pairs(arch.causal, window, valid, valid, past_real)
-        dense_nominal += 2 * arch.linear_params_per_layer * int(valid.sum()) + 4 * arch.n_heads * arch.head_dim * dense_pairs
+        dense_nominal += (
+            2 * arch.dense_linear_params_per_layer * int(valid.sum()) + 4 * arch.n_heads * arch.head_dim * dense_pairs
+        )
         paper_here = _paper_layer(arch, active, past, _charge(trace.bits(layer), beta) if trace.precisions else None)
         dense_paper_here = _paper_layer(arch, valid, past_real)
         paper, dense_paper = paper + paper_here, dense_paper + dense_paper_here

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thinning import draws
 
+from quicksilver.baselines.pruning import ChannelPruning
 from quicksilver.measure.flop_counter import count_by_operator, count_executed
 from quicksilver.modules import ChannelSparsity, calibrate_modules
 from quicksilver.modules.channel_sparsity import linear_maps, rotated, weight_of
@@ -31,7 +32,7 @@ BEHIND = ("olmo2", "gemma2", "gemma3")  # a norm behind each sublayer: what is a
 @pytest.mark.parametrize("family", BEHIND)
 def test_a_stream_behind_norms_is_refused(family: str) -> None:
     arch = architecture_of(tiny.load(family))
-    with pytest.raises(UnsupportedModelError, match="cannot be rotated"), rotated(arch, torch.eye(arch.width)):
+    with pytest.raises(UnsupportedModelError, match="cannot be changed"), rotated(arch, torch.eye(arch.width)):
         pass
 
 
@@ -173,5 +174,41 @@ def test_another_attention_is_refused() -> None:
     with (
         pytest.raises(ConfigError, match="attn_implementation='eager': leave that out"),
         apply(tiny.load("gpt2", "eager"), [BlockAttention()]),
+    ):
+        pass
+
+
+# -- channels left out of every MLP ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("family", [family for family in tiny.FAMILIES if family not in BEHIND])
+@torch.no_grad()
+def test_a_pruned_model_is_the_one_with_these_channels_at_zero(family: str) -> None:
+    model = copy.deepcopy(tiny.load(family))
+    ids, before = ids_of(model, 2), parameters(model)
+    zeroed = copy.deepcopy(model)
+    with apply(model, [ChannelPruning(share=0.5)]) as run:
+        counted = count_executed(lambda: model(ids))
+        found = model(ids).logits
+        for kept, whole in zip(run.arch.layers, architecture_of(zeroed).layers, strict=True):
+            small, large = (weight_of_output(layer) for layer in (kept, whole))
+            assert 2 * small.shape[1] == large.shape[1]
+            there = (large[:, :, None] == small[:, None, :]).all(0).any(1)  # (H,) the channels that are left
+            large[:, ~there] = 0
+    torch.testing.assert_close(found, zeroed(ids).logits, atol=1e-5, rtol=1e-5)
+    assert 2 * counted == run.flops.executed
+    assert run.flops.nominal < run.flops.dense_nominal
+    assert torch.equal(model(ids).logits, tiny.load(family)(ids).logits)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def weight_of_output(layer: torch.nn.Module) -> torch.Tensor:
+    """The last map of a layer's MLP as (D, H), to be written to."""
+    linear = [module for name, module in layer.named_modules() if "mlp" in name and hasattr(module, "weight")][-1]
+    return linear.weight.data if isinstance(linear, torch.nn.Linear) else linear.weight.data.T
+
+
+def test_a_pruned_model_refuses_norms_behind_its_mlp() -> None:
+    with (
+        pytest.raises(UnsupportedModelError, match=r"Leave .*channel_pruning out"),
+        apply(tiny.load("gemma2"), [ChannelPruning()]),
     ):
         pass

@@ -110,7 +110,7 @@ def test_the_grid_is_that_of_the_paper():
 
 
 def test_the_factorial_combines_what_stands_alone_in_table_11():
-    rows = {row.key: compose(row.overrides).modules for row in factorial.rows()}
+    rows = {row.key: compose(row.overrides).modules for row in factorial.rows() if row.key not in factorial.BESIDE}
     assert set(rows) == {chosen or "dense" for chosen in factorial.SETS}
     alone = {
         row.key: compose(row.overrides).modules for row in find("table", "11").experiment.rows() if row.panel == "continuation"
@@ -204,7 +204,7 @@ def test_stability_is_that_of_the_worst_combination(made):
     there, table = made["table", "factorial"]
     by_key = {one.row.key: one for one in there}
     worst = factorial.worst(by_key)
-    cells = table.frame[table.frame["panel"] == "factorial"]
+    cells = table.frame[(table.frame["panel"] == "factorial") & ~table.frame["key"].isin(factorial.BESIDE)]
     assert worst.value == pytest.approx(cells["delta_ppl_pct"].max())
     assert factorial.worst({**by_key, "H": Outcome(by_key["H"].row, reason="failed")}) is None
     answers = dict(Source(RUNS["table", "factorial"], there, "make …").answers)

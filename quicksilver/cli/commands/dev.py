@@ -70,6 +70,8 @@ class Keep(ResultsFolder):
         more = {ADDED: (json.dumps({"records": added}, indent=1) + "\n").encode()} if added else {}
         write_files((root / INDEX).parent, {(root / INDEX).name: index.encode(), **more})
         for name in mine:
+            # The committed one may name records that are replaced; without it, it is written anew.
+            (written[name].parent / f"{name.removesuffix(LOCAL_SUFFIX)}.json").unlink(missing_ok=True)
             for file in (*(f"{name}.{suffix}" for suffix in ("md", "csv", "tex", "json", "svg")), *pictures[name]):
                 (written[name].parent / file).unlink(missing_ok=True)
         size = sum(path.stat().st_size for path in (root / KEPT).rglob("*") if path.is_file())

@@ -235,7 +235,9 @@ class Claims(Command):
         path = store.root / f"{name}.json"
         # A written ledger that names records which are not here, too large to be kept, says more than what can be said now.
         lacks = path.is_file() and any(store.get(fingerprint) is None for fingerprint in read(path).records)
-        whole = all(all_kept(source.outcomes, store) for source in sources) and not (failed or troubles or lacks)
+        # Of another model or text some rows are refused everywhere, such as word classes of a text without tags.
+        refused = bool(failed) and name == CLAIMS
+        whole = all(all_kept(source.outcomes, store) for source in sources) and not (refused or troubles or lacks)
         table = ledger(sources, name if whole else f"{name}{LOCAL_SUFFIX}", _others(store) if name == CLAIMS else {})
         print(table.text(width()))
         print("Written: " + ", ".join(map(str, table.write(store.root, "md", "csv", "json"))))

@@ -9,7 +9,7 @@ import math
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import pandas as pd
 from quicksilver.measure.quality import NullResult
 from quicksilver.records.record import Record, load_record
 from quicksilver.records.stats import bootstrap, false_discovery
+from quicksilver.records.times import TimedProcess
 from quicksilver.report.artefacts import Artefact, Outcome
 from quicksilver.report.claims.reported import (
     Estimate,
@@ -28,6 +29,7 @@ from quicksilver.report.claims.reported import (
     Verdict,
     contradictions,
     difference,
+    function_words_pct,
     halted_by_chance_pct,
     judge,
     quantity,
@@ -37,7 +39,7 @@ from quicksilver.report.claims.reported import (
     with_its_saving,
 )
 from quicksilver.report.comparison import against_dense
-from quicksilver.report.provenance import SHORT
+from quicksilver.report.provenance import SHORT, timings
 from quicksilver.report.table import FALSE_DISCOVERIES, Column, Lines, Panel, Table, decimals_for, number, numbers, versus_null
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
@@ -99,6 +101,7 @@ class AnsweredBy:
         note: what is compared, where that is not plain.
         by_definition: why the number can be no other; then it is shown and not judged.
         tuned: the row has the setting that won on calibration text, not the paper's: its verdict stands in a column of its own.
+        against: of a quality claimed with it, the row that it is a difference to; empty: dense inference.
     """
 
     panel: str
@@ -110,6 +113,7 @@ class AnsweredBy:
     note: str = ""
     by_definition: str = ""
     tuned: bool = False
+    against: str = ""
 
     @property
     def is_computed(self) -> bool:
@@ -177,6 +181,11 @@ class Source:
             if not any((answer.panel, answer.key) == (row.panel, row.key) for row in rows):
                 raise ConfigError(f"{path} answers {claim} by its row {answer.panel} {answer.key}, which it does not have.")
         return found
+
+    @cached_property
+    def processes(self) -> dict[str, tuple[TimedProcess, ...]]:
+        """By panel, those that timed its runs again: its table prints their times."""
+        return {panel: tuple(timings([*members.values()])) for panel, members in self.panels.items()}
 
     @cached_property
     def panels(self) -> dict[str, dict[str, Outcome]]:
@@ -253,6 +262,8 @@ class _Claim:
             return 1.1 * (self.stated[0] or 0.0)
         if self.name == "halted_share_pct":
             return halted_by_chance_pct()
+        if self.name == "halted_function_share_pct":
+            return function_words_pct()
         if self.name == "random_precision_pct":
             return self.entry.values.get("precision_pct", self.entry.bounds.get("precision_pct", (None,))[0])
         if self.name != "precision_pct":
@@ -278,8 +289,10 @@ class _Claim:
         whole = claim == self.entry.id and (answer.is_computed or answer.column is not None or self.what.column is not None)
         return claim == self.id or whole
 
-    def estimate(self, answer: AnsweredBy, outcomes: Mapping[str, Outcome]) -> Estimate | None:
-        """What the records of `outcomes` say about it; None where they do not have it."""
+    def estimate(
+        self, answer: AnsweredBy, outcomes: Mapping[str, Outcome], processes: tuple[TimedProcess, ...] = ()
+    ) -> Estimate | None:
+        """What the records of `outcomes` say about it, and of time these processes, if any; None where they do not have it."""
         record, dense = outcomes[answer.key].record, outcomes[answer.key].dense
         if answer.of is not None:
             return answer.of(outcomes)
@@ -288,7 +301,7 @@ class _Claim:
         column = answer.column or ("ppl" if self.what.of_dense and self.is_reference else self.what.column)
         if record is None or dense is None or column is None or (column != "ppl" and record.fingerprint == dense.fingerprint):
             return None  # dense inference against itself is zero by definition
-        found = _against_dense(record.path, dense.path)
+        found = _against_dense(record.path, dense.path, processes)
         value, *ends = numbers(found, column)
         if value is None:
             return None
@@ -326,9 +339,9 @@ class _Claim:
 
 
 @cache
-def _against_dense(folder: Path, dense_folder: Path) -> Mapping[str, Any]:
+def _against_dense(folder: Path, dense_folder: Path, processes: tuple[TimedProcess, ...] = ()) -> Mapping[str, Any]:
     """`against_dense`, once for all claims that a record answers."""
-    return against_dense(load_record(folder), load_record(dense_folder))
+    return against_dense(load_record(folder), load_record(dense_folder), processes)
 
 
 def saved_pct(record: Record, dense: Record, column: str) -> Estimate:
@@ -387,11 +400,13 @@ def _answered(claim: _Claim, answers: Sequence[tuple[Source, AnsweredBy]]) -> tu
             reasons += [outcome.reason] if outcome is not None and outcome.reason else []
             continue
         record = outcome.record
+        if answer.against:
+            outcome = replace(outcome, dense=source.panels[answer.panel][answer.against].record)
         if record.simulated and claim.what.kind in ("time", "energy") and claim.what.sense != "level":
             reasons.append("simulated, so no time: float products stand in for the quantised ones")
             continue
         try:
-            measured = claim.estimate(answer, source.panels[answer.panel])
+            measured = claim.estimate(answer, source.panels[answer.panel], source.processes[answer.panel])
         except QuickSilverError as error:
             reasons.append(str(error))
             continue
@@ -414,8 +429,9 @@ def _not_judged(claim: _Claim, answers: Sequence[tuple[Source, AnsweredBy]], rea
     why = f"no record: {command}" if command else "; ".join(dict.fromkeys(reasons))
     said = dict(why=why, command=command or answers[0][0].command, artefact=answers[0][0].artefact.name) if answers else {}
     said = said or {"why": entry.not_measured or "no experiment of this version asks"}
-    if said["why"] == _ZERO:
-        return {"verdict": BY_DEFINITION, **said}
+    fixed = next((answer.by_definition for _, answer in answers if answer.by_definition), "")
+    if fixed or said["why"] == _ZERO:
+        return {"verdict": BY_DEFINITION, **said, "why": fixed or _ZERO}
     made = any(one is not None and one.record is not None for _, one in there)
     if claim.name in entry.not_comparable or (what.sense == "level" and (what.kind == "tokens" or made)):
         return {"verdict": "not comparable", "why": entry.not_comparable.get(claim.name) or entry.not_measured or said["why"]}
@@ -490,8 +506,13 @@ def ledger(sources: Sequence[Source], name: str = "claims", others: Mapping[str,
     """
     rows = frame(sources)
     elsewhere = {label: standing(found) for label, found in (others or {}).items()}
+    texts = {label: _other_texts(found) for label, found in (others or {}).items()}
     there = [
-        "; ".join(f"{label}: {found[claim]}" for label, found in elsewhere.items() if found.get(claim) in LEAST_FAVOURABLE[:3])
+        "; ".join(
+            f"{texts[label].get(claim, label)}: {found[claim]}"
+            for label, found in elsewhere.items()
+            if found.get(claim) in LEAST_FAVOURABLE[:3]
+        )
         for claim in rows["claim"].map(_outcome)
     ]
     rows["elsewhere"] = [said if record else "" for said, record in zip(there, rows["record"], strict=True)]
@@ -520,6 +541,13 @@ def standing(rows: pd.DataFrame) -> dict[str, str]:
     }
 
 
+def _other_texts(rows: pd.DataFrame) -> dict[str, str]:
+    """Outcomes that were not measured on the text that most were, such as annotated ones: `model · text` of each."""
+    measured = rows[rows["record"] != ""]
+    others = measured[measured["data"] != measured["data"].mode().iat[0]] if len(measured) else measured
+    return {_outcome(row.claim): f"{row.model} · {row.data}" for row in others.itertuples()}
+
+
 def _outcome(claim: str) -> str:
     """The claim that this one counts with: the first place where its number is printed."""
     entry, _, name = str(claim).rpartition(".")
@@ -530,9 +558,10 @@ def _outcome(claim: str) -> str:
 
 
 def _counts(rows: pd.DataFrame) -> str:
+    """Of one panel; an outcome counts where its number is printed first."""
     outcomes, settings = standing(rows), int((rows["kind"] == SETTING).sum())
-    others = rows.loc[~rows["kind"].isin(("claim", SETTING)), "verdict"]
-    return _said(Counter([*outcomes.values(), *others])) or f"{settings} settings"
+    here, others = set(rows["claim"]), rows.loc[~rows["kind"].isin(("claim", SETTING)), "verdict"]
+    return _said(Counter([*(one for claim, one in outcomes.items() if claim in here), *others])) or f"{settings} settings"
 
 
 def _said(counts: Counter[str]) -> str:

@@ -223,6 +223,15 @@ def halted_by_chance_pct() -> float:
     return _halted(one for one in reported().values() if one.id.startswith("table2.") and "tokens" in one.values)[0]
 
 
+@cache
+def function_words_pct() -> float:
+    """Function words among the tokens of Table 2."""
+    tokens = {
+        one.id: one.values["tokens"] for one in reported().values() if one.id.startswith("table2.") and "tokens" in one.values
+    }
+    return 100 * (1 - tokens["table2.content_words"] / sum(tokens.values()))
+
+
 def _halted(classes: Iterable[Reported]) -> tuple[float, float]:
     """The halted share of several classes in percent, and how many tokens they have."""
     members = [one.values for one in classes]
@@ -445,7 +454,15 @@ def check_of(name: str) -> Callable[..., Computed]:
 
 
 FORMULAS: dict[str, Callable[..., Computed]] = {
-    "at_least": lambda halted, first: Computed(f"layer {halted:g} against {first:g} at the earliest", halted >= first),
+    "at_least": lambda layer, first: Computed(f"layer {layer:g} against {first:g} at the earliest", layer >= first),
+    "all_skipped": lambda **rows: Computed(
+        ", ".join(f"“{word}”: {row.quote.split()[-1]}" for word, row in rows.items()),
+        all(row.quote.endswith("Skip") for row in rows.values()),
+    ),
+    # Bits rise with entropy; where noise falls with bits, error falls with entropy.
+    "falls_with_bits": lambda r, noise: Computed(
+        f"r is {r:+g}; by these rules error falls as entropy rises, so r is below 0", (r < 0) == (noise[1] < 1)
+    ),
     "entropy_units": lambda bits, nats: Computed(
         f"{bits:g} bits are {bits * math.log(2):.3f} nats, not {nats:g}", math.isclose(bits * math.log(2), nats)
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -216,12 +217,12 @@ def mix_of(trace: Trace) -> dict[int, float]:
     Raises:
         ConfigError: no token was given a width.
     """
-    counts = dict.fromkeys(WIDTHS, 0)
+    found = np.zeros(max(WIDTHS) + 1, dtype=np.int64)
     for p in trace.passes:
         for layer in range(min((q.layer for q in p.precisions), default=trace.n_layers) + 1, trace.n_layers):
-            bits = p.bits(layer)[p.active(layer)]
-            for width in WIDTHS:
-                counts[width] += int((bits == width).sum())
+            bits, active = p.bits(layer).cpu().numpy(), p.active(layer).cpu().numpy()  # torch takes 4 ms for such a mask
+            found += np.bincount(bits[active], minlength=len(found))
+    counts = {width: int(found[width]) for width in WIDTHS}
     total = sum(counts.values())
     if not total:
         raise ConfigError("No token of this trace was given a width: run the model under AdaptiveQuantization.")

@@ -107,9 +107,8 @@ def figure16_speed_emissions(outcomes: Sequence[Outcome], name: str) -> Figure:
     finding, stated = "", number(members[-1], "reported_speedup_pct")
     if timed and stated is not None:
         place, gone = timed[-1]
-        together = (
-            f"{place} mechanism{'s' * (place > 1)} together: {abs(gone):.0f}% {'less' if gone > 0 else 'more'} time for a batch"
-        )
+        which = "All four mechanisms" if place == len(members) - 1 else f"The first {place} of the mechanisms"
+        together = f"{which} together: {abs(gone):.0f}% {'less' if gone > 0 else 'more'} time for a batch"
         finding = f"{together}; the paper reports {stated:.0f}% less for all four"
     return Figure(name, "Figure 16: speedup and emissions, one mechanism after another", frame, drawing, caption, finding=finding)
 

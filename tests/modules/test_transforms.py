@@ -192,6 +192,13 @@ def test_a_pruned_model_is_the_one_with_these_channels_at_zero(family: str) -> N
             small, large = (weight_of_output(layer) for layer in (kept, whole))
             assert 2 * small.shape[1] == large.shape[1]
             there = (large[:, :, None] == small[:, None, :]).all(0).any(1)  # (H,) the channels that are left
+            sizes = large.norm(dim=0)
+            for name, linear in whole.named_modules():  # the maps that write the channels, (H or 2H, D)
+                rows = getattr(linear, "weight", torch.empty(0))
+                rows = rows if isinstance(linear, torch.nn.Linear) or rows.ndim != 2 else rows.T
+                if "mlp" in name and rows.ndim == 2 and rows.shape[0] % len(there) == 0 and rows.shape[0] > rows.shape[1]:
+                    sizes = sizes * rows.reshape(-1, *there.shape, rows.shape[1]).norm(dim=(0, 2))
+            assert sizes[there].min() >= sizes[~there].max()
             large[:, ~there] = 0
     torch.testing.assert_close(found, zeroed(ids).logits, atol=1e-5, rtol=1e-5)
     assert 2 * counted == run.flops.executed

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from quicksilver.runtime.errors import ConfigError
@@ -125,6 +126,13 @@ class ResultsFolder(Command):
     results_dir: str = key(
         "FOLDER", "default: $QUICKSILVER_RESULTS, or results", factory=lambda: os.environ.get("QUICKSILVER_RESULTS", "results")
     )
+
+    def check_there(self) -> None:
+        """Refuse a folder that is not there: nothing can be shown of it."""
+        if not Path(self.results_dir).is_dir():
+            raise ConfigError(
+                f"results_dir={self.results_dir}: there is no such folder. The first run makes it; or name another."
+            )
 
 
 @dataclass

@@ -10,8 +10,11 @@ import importlib
 import os
 import signal
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -159,6 +162,24 @@ def _guarded(command: Callable[[], int]) -> int:
             raise
         say(f"{error.filename}: {error.strerror}. Finished records are kept: mend it, and the same command goes on from here.")
         return 1
+    except Exception as error:
+        if (said := fault_of_own_file(error)) is None:
+            raise
+        say(said)
+        return 1
+
+
+def fault_of_own_file(error: BaseException) -> str | None:
+    """The last line of a person's own file in a traceback, and the error; None: only files of the package or of libraries are in it."""
+    package = Path(__file__).resolve().parents[1]
+    ours = [package, *(package.parent / name for name in ("experiments", "scripts", "studies"))]
+    installed = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib", "scripts")]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename).resolve()
+        if path.is_file() and not any(path.is_relative_to(folder) for folder in (*ours, *installed)):
+            where = f"{frame.filename}, line {frame.lineno}, in {frame.name}"
+            return f"{where}: {type(error).__name__}: {error}\n  {frame.line}"
+    return None
 
 
 @contextmanager

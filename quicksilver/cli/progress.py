@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from quicksilver.cli.main import say
+from quicksilver.cli.main import fault_of_own_file, say
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:
@@ -41,14 +41,17 @@ def explain(failed: Sequence[Job], what: str = "Failed") -> None:
 
 
 def show_fault(error: Exception) -> None:
-    """The traceback of what is no QuickSilverError: a fault of ours or of a library, for which one line would not do. And the line of a record
-    that the tracker did not take, which no row of a table would say."""
+    """The traceback of what is no QuickSilverError: a fault of ours or of a library, for which one line would not do. Of a person's own file,
+    its line. And the line of a record that the tracker did not take, which no row of a table would say."""
     from quicksilver.runs.tracker import NotMirrored
 
     if isinstance(error, NotMirrored):
         say(str(error))
     elif not isinstance(error, QuickSilverError):
-        traceback.print_exception(error)
+        if (said := fault_of_own_file(error)) is not None:
+            say(said)
+        else:
+            traceback.print_exception(error)
 
 
 @contextmanager
@@ -162,6 +165,12 @@ def summary(record: Record) -> str:
         "deployment": DeploymentResult, "devices": DevicesResult,
     }  # fmt: skip
     lines += [f"  {name:<12} {found.line()}" for name, result in results.items() if (found := record.found(name, result))]
+    audit = record.found("audit", AuditResult)
+    if audit is not None and audit.leaks and not record.lookahead:
+        remedy = "Set its `causal = False`, and measure it under protocol=continuation (docs/adding-a-module.md)."
+        lines.append(
+            f"  care         {'+'.join(record.config['modules'])} looks ahead: later tokens moved earlier logits. {remedy}"
+        )
     lines += [f"  care         {warning}" for warning in record.timing_warnings]
     lines.append(f"  record       {record.path}")
     return "\n".join(lines)

@@ -36,7 +36,7 @@ from quicksilver.runs.choices import explain
 from quicksilver.runs.composing import check_words, hydra_started, is_swept, with_settings
 from quicksilver.runs.config import RunConfig, compose
 from quicksilver.runs.context import RunContext
-from quicksilver.runs.estimate import check_time, duration, estimates, table
+from quicksilver.runs.estimate import check_time, duration, estimates, not_here, table
 from quicksilver.runs.launchers import HERE, SERIAL, check_launcher, launch, launcher_name
 from quicksilver.runs.run import Plan, Progress, check_shared, make, parts_of, plan
 from quicksilver.runs.sweep import Manifest, Sweep, SweepRun, check_name, claimed, default_name, expanded, time_left_s
@@ -71,8 +71,10 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
             return optimise(overrides, settings, extra_dirs, asked)
         if asked.plan:
             swept = runs_of(overrides, settings, extra_dirs)
-            short = [" ".join(word.rpartition(".")[2] for word in differing) for _, differing in swept]
-            print(table(estimates([compose(words, extra_dirs) for words, _ in swept], differing=short)))
+            split = [[word.partition("=") for word in differing] for _, differing in swept]
+            short = [" ".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in words) for words in split]
+            configs = [compose(words, extra_dirs) for words, _ in swept]
+            print(table(estimates(configs, differing=short), not_here(configs)))
             return 0
         with gc_disabled():
             composed = compose_runs(overrides, settings, extra_dirs, asked.yes)

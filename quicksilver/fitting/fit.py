@@ -165,6 +165,13 @@ Progress = Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]]
 
 
 @torch.no_grad()
+def check_source_layers(architecture: Architecture, layers: Sequence[int]) -> None:
+    """Refuse none, and layers after which there is none."""
+    last = architecture.n_layers - 2
+    if not layers or not all(0 <= layer <= last for layer in layers):
+        raise ConfigError(f"layers={list(layers)}: give layers from 0 to {last}, which have one after them.")
+
+
 def fit_translators(
     architecture: Architecture,
     text: FitText,
@@ -187,13 +194,12 @@ def fit_translators(
     Raises:
         ConfigError: a source layer that the model lacks, an unknown control, a ridge that is no positive number, too little text.
     """
-    arch, last = architecture, architecture.n_layers - 2
+    arch = architecture
     if control is not None and control not in CONTROLS:
         raise ConfigError(f"control={control!r} is not one of {', '.join(CONTROLS)}.")
     if not 0 < ridge < float("inf"):
         raise ConfigError(f"ridge={ridge!r} must be a number above 0, such as 0.003.")
-    if not source_layers or not all(0 <= layer <= last for layer in source_layers):
-        raise ConfigError(f"source layers {list(source_layers)}: give layers from 0 to {last}, which have one after them.")
+    check_source_layers(arch, source_layers)
     digest = model_digest(arch.model)
     columns = 2 * arch.n_kv_heads * arch.head_dim
     sums = {layer: Sums(arch.width, (arch.n_layers - 1 - layer) * columns) for layer in sorted(set(source_layers))}

@@ -39,6 +39,12 @@ class AuditResult(Result):
     positions: list[int]
     masked_max_abs_logit_difference: float | None = None
 
+    @property
+    def leaks(self) -> bool:
+        """Whether a later token moved an earlier logit by more than rounding does."""
+        masked = self.masked_max_abs_logit_difference
+        return (self.max_abs_logit_difference if masked is None else masked) > ROUNDING * self.max_abs_logit
+
     def line(self) -> str:
         masked = self.masked_max_abs_logit_difference
         return f"logits moved by {self.max_abs_logit_difference:.2g} of {self.max_abs_logit:.3g} at {self.probes} probes" + (

@@ -40,7 +40,7 @@ def fetching(what: str, repo: str, kind: Literal["model", "dataset"], offline: S
         ConfigError: no answer within seconds, HF_HUB_OFFLINE, an unknown or gated repository, or anything that happens in the block.
     """
     if not _may_fetch.get():
-        raise ConfigError(f"{what}: {repo} is not on this machine, and a plan fetches nothing.")
+        raise ConfigError(f"{what}: {repo} is not on this machine, and this command fetches nothing.")
     from huggingface_hub import HfApi, constants
 
     where = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{repo}"

@@ -146,17 +146,26 @@ def locate(config: ModelConfig, root: Path | None = None) -> ModelFiles:
     return _from_hub(config)
 
 
-def _from_hub(config: ModelConfig) -> ModelFiles:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+def is_hub_id(path: str) -> bool:
+    """Whether it is written as a model's id on the hub: name or owner/name."""
+    from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
     try:
-        validate_repo_id(config.path)
-    except HFValidationError as error:
+        validate_repo_id(path)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _from_hub(config: ModelConfig) -> ModelFiles:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if not is_hub_id(config.path):
         raise ConfigError(
             f"model={config.name}: model.path={config.path!r} is no folder that is there, and a hub id is written owner/name. {_PLACES}"
-        ) from error
+        )
 
     def snapshot(local_only: bool) -> Path:
         return Path(

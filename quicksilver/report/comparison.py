@@ -6,8 +6,8 @@ Every difference is paired: the same windows, the same machine, one run. Nothing
 from __future__ import annotations
 
 import io
-import math
 import shutil
+import statistics
 import subprocess
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -54,6 +54,7 @@ from quicksilver.report.table import (
     number,
     signed,
     speedup_cell,
+    time_cell,
     versus_null_cell,
     without_folders,
 )
@@ -64,7 +65,7 @@ LEDGERS = ("executed", "nominal", "paper", "prompt_executed")
 MEASURED = "measured"  # status of a row that has a record; any other status is the reason why it has none
 
 NOISE = (
-    "≈ 0: no larger than the noise floor below the table (A/A: the dense model against itself, root mean square over the runs). Noisier runs "
+    "≈ 0: no larger than the noise floor below the table (A/A: the dense model against itself, median over the runs). Noisier runs "
     "use their own noise floor."
 )
 LEGEND = (
@@ -73,7 +74,7 @@ LEGEND = (
     "speedup: wall clock of one batch, under continuation of its prompt as well. It is the median of rounds that alternate with the dense model. "
     f"{NOISE} simulated: no time, because the quantization is simulated in float.",
     "CO₂e: grams that CodeCarbon charges a token, saved in percent. The dense row shows micrograms a token. Without an energy counter it is "
-    "derived from time.",
+    "derived from time, and ≈ 0 where the time is.",
     "FLOPs saved has three ledgers. exec: operations that ran, signals and modules included. nominal: the dense formula on active tokens. "
     "paper: Appendix J's formula, comparable with the paper's column only. It charges a bit-width bits/16; App. J's own β saves less (Table 3 "
     "shows both). prompt: exec, of the prompt alone.",
@@ -268,7 +269,7 @@ def columns(*, prompt: bool) -> tuple[Column, ...]:
         Column(paper, "Δppl", "{reported_delta_ppl:+.2f}", expendable=7),
         Column(measured, "speedup", _speedup()),
         *([Column(measured, "of the prompt", _speedup("prompt_"), expendable=3)] if prompt else []),
-        Column(measured, "CO₂e", _or_dense("{gco2_per_token:1e6*.2g} µg", "{co2_saved_pct:+.1f}"), expendable=8),
+        Column(measured, "CO₂e", _or_dense("{gco2_per_token:1e6*.2g} µg", _emissions_cell), expendable=8),
         *(
             Column("FLOPs saved %", one, _or_dense(f"{{{key}_flops:amount}}", f"{{{key}_flops_saved_pct:+.1f}}"), expendable=rank)
             for one, key, rank in ledgers
@@ -291,6 +292,14 @@ def marked_technique_cell(row: Mapping[str, Any]) -> Lines:
     if row["status"] == MEASURED:
         return (f"{row['technique']}{' †' * bool(row['lookahead'])}",)
     return (row["technique"], *textwrap.wrap(row["status"], 20))
+
+
+def _emissions_cell(row: Mapping[str, Any]) -> Lines:
+    """Emissions saved; `≈ 0` where that, or the time, is no larger than the noise of the clock."""
+    saved, noise = number(row, "co2_saved_pct"), number(row, "noise_floor_pct")
+    if saved is None or noise is None:
+        return (NO_VALUE if saved is None else signed(saved),)
+    return ("≈ 0",) if speedup_cell(row) == ("≈ 0",) else time_cell(saved, noise)
 
 
 def _speedup(phase: str = "") -> Cell:
@@ -339,7 +348,7 @@ FLOOR, POOLED = "noise_floor_pct", "pooled_noise_floor_pct"
 
 
 def pool_noise(rows: Sequence[dict[str, Any]], phase: str = "") -> None:
-    """Pool the rows' floors: the root mean square over their runs. A noisier run keeps its own floor.
+    """Pool the rows' floors: the median over their runs, which one disturbed run does not move. A noisier run keeps its own floor.
 
     A record that stands in several rows counts once. Rows without a time stay as they are.
 
@@ -351,7 +360,7 @@ def pool_noise(rows: Sequence[dict[str, Any]], phase: str = "") -> None:
     own = {row["record"]: row[floor] for row in rows if row.get(floor) is not None}
     for row in rows:
         if row.get("record") in own:
-            row[pooled] = math.sqrt(sum(one**2 for one in own.values()) / len(own))
+            row[pooled] = statistics.median(own.values())
             row[floor] = max(row[pooled], own[row["record"]])
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 
 from quicksilver.files import write_files
-from quicksilver.report.table import Written, csv, values, wrapped, written_of
+from quicksilver.report.table import COLOUR_MAP, Written, csv, values, wrapped, written_of
 from quicksilver.runtime.errors import ConfigError
 
 if TYPE_CHECKING:  # matplotlib is for who draws: a file that makes a table as well imports this one
@@ -106,11 +106,15 @@ class Figure:
 
     def png(self) -> bytes:
         """The picture with title and caption, 160 dots an inch, in 256 colours: a third of the bytes, and no difference to see."""
+        from matplotlib.image import AxesImage
         from PIL import Image
+        from PIL.PngImagePlugin import PngInfo
 
-        content = io.BytesIO()
+        content, about = io.BytesIO(), PngInfo()
+        if self.drawing.findobj(AxesImage):
+            about.add_text(COLOUR_MAP, "true")  # for pages in dark colours, which turn other pictures around
         whole = Image.open(io.BytesIO(self._picture("png", {"Software": None}))).convert("RGB")
-        _in_few_colours(whole).save(content, "PNG", optimize=True)
+        _in_few_colours(whole).save(content, "PNG", optimize=True, pnginfo=about)
         return content.getvalue()
 
     def csv(self) -> str:

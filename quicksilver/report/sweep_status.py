@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
@@ -155,7 +156,9 @@ class Board:
             "site": (self.sweep.store.root / "report/index.html").is_file(),
             "pages": {row["number"]: self._page(row) for row in rows},
         }
-        return page.render(sweep=self.sweep.manifest, cell=cell, about=_about, now=now, points=_points(rows), **shown)
+        return page.render(
+            sweep=self.sweep.manifest, cell=cell, ticks=_ticks, about=_about, now=now, points=_points(rows), **shown
+        )
 
     def _page(self, row: Mapping[str, Any]) -> str | None:
         """Where the sweep's page leads from a run: to its page in the report, else to its record; None: there is neither."""
@@ -208,8 +211,17 @@ def _points(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if (cost := row.get("delta_ppl_pct")) is not None and (saved := row.get("executed_flops_saved_pct")) is not None:
             settings = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in row["settings"].items())
             ends = {"low": row.get("low", cost), "high": row.get("high", cost)}
-            points.append({"number": row["number"], "settings": settings, "saved": saved, "cost": cost, **ends})
+            of = " · ".join(row["settings"][axis] for axis in ("model", "dataset") if axis in row["settings"])
+            points.append({"number": row["number"], "settings": settings, "saved": saved, "cost": cost, "of": of, **ends})
     return points
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """At most seven round numbers between the ends of an axis, 0 among them where it lies between."""
+    width = (high - low) or 1.0
+    size = 10.0 ** math.floor(math.log10(width))
+    step = next(step for step in (size / 5, size / 2, size, 2 * size) if width / step <= 6)
+    return [round(place * step, 9) for place in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def numbers(record: Record, interval: bool = True) -> dict[str, Any]:

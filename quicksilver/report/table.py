@@ -157,6 +157,9 @@ class PrintedPanel:
         return [(group, len(list(members))) for group, members in groupby(column.group for column in self.columns)]
 
 
+COLOUR_MAP = "colour map"  # in the metadata of a PNG whose colours are numbers
+
+
 @dataclass(frozen=True)
 class Written:
     """A table, a figure or the ledger of claims as it was written: the JSON beside its Markdown or picture.

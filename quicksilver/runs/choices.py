@@ -61,6 +61,10 @@ def explain(error: Exception, overrides: Sequence[str] = (), extra_dirs: Sequenc
     if isinstance(error, MissingConfigException):
         group, _, name = (error.missing_cfg_file or "").partition("/")
         return no_such_choice(group, name, extra_dirs) if group in GROUPS else _plain(error)
+    if str(error).strip().startswith("Ambiguous value for argument"):
+        word = next((one for one in overrides if "," in one and one in str(error)), "KEY=A,B")
+        key, _, given = word.partition("=")
+        return f"{word}: these are several values. A sweep takes them: quicksilver run -m {word}. One list is written {key}=[{given}]."
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     said = _explain_key(cause, extra_dirs) if isinstance(cause, OmegaConfBaseException) and cause.full_key else _plain(error)
     interpolated = next((text for text in overrides if "${" in text), None)
@@ -74,7 +78,8 @@ def no_such_choice(group: str, name: str | None, extra_dirs: Sequence[Path] = ()
     known = choices(group, extra_dirs)
     if not name:
         return f"{group}={'null' if name is None else name} names nothing. Choices: {', '.join(known)}."
-    return f"{group}={name}: there is no such {group.removesuffix('s')}. {suggest(name, known, 'Choices')}"
+    own = "" if extra_dirs else " One of your own needs --config-dir FOLDER."
+    return f"{group}={name}: there is no such {group.removesuffix('s')}. {suggest(name, known, 'Choices')}{own}"
 
 
 _TYPES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "str": "text"}
@@ -104,9 +109,10 @@ def _unknown_key(key: str, here: Sequence[str], extra_dirs: Sequence[Path]) -> s
         return f"{key}: there is no module {last}. {suggest(last, known, 'Choices')}"
     if not here and where:
         return f"{where} is a value, not a section."
-    close = " or ".join(f"{where}.{name}" if where else name for name in close_to(last, here))
+    options = [name for name in here if name != "_target_"]
+    close = " or ".join(f"{where}.{name}" if where else name for name in close_to(last, options))
     hint = f"Did you mean {close}? " if close else ""
-    return f"{key}: there is no such key. {hint}Keys{f' of {where}' if where else ''}: {', '.join(here)}."
+    return f"{key}: there is no such key. {hint}Keys{f' of {where}' if where else ''}: {', '.join(options)}."
 
 
 def _plain(error: Exception) -> str:

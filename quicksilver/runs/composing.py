@@ -243,6 +243,8 @@ def _check_selected(selected: Sequence[str], folders: Sequence[Path]) -> None:
         path = next((path for folder in folders if (path := folder / "modules" / f"{name}.yaml").is_file()), None)
         header = path and re.search(r"^#\s*@package\s+modules\.(\S+)", path.read_text("utf-8", "replace"), re.MULTILINE)
         key = header[1] if header else name
+        if selected.count(name) > 1:
+            raise ConfigError(f"modules=[{','.join(selected)}] names {name} twice: name it once.")
         if names.setdefault(key, name) != name:
             raise ConfigError(
                 f"modules=[{names[key]},{name}]: both are modules.{key}, so one would overwrite the other. Select one of them and change it "

@@ -88,7 +88,7 @@ def shape_of(config: ModelConfig, root: Path | None = None) -> Architecture:
 
 
 def _config_folder(config: ModelConfig, root: Path | None) -> Path:
-    from quicksilver.models.loading import EMBEDDED
+    from quicksilver.models.loading import EMBEDDED, is_hub_id
 
     kind, _, name = config.path.partition(":")
     if kind == "embedded":
@@ -99,7 +99,7 @@ def _config_folder(config: ModelConfig, root: Path | None) -> Path:
     for place in places:
         if (place / "config.json").is_file():
             return place
-    if kind not in ("embedded", "data") and config.path.count("/") <= 1:
+    if kind not in ("embedded", "data") and is_hub_id(config.path):
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
         cached = try_to_load_from_cache(config.path, "config.json", revision=config.revision)
@@ -208,6 +208,22 @@ def without_record(configs: Sequence[RunConfig]) -> list[RunConfig]:
     return [config for config in configs if not done(config)]
 
 
+def not_here(configs: Sequence[RunConfig]) -> list[str]:
+    """`dataset=gum`: models and texts that are not on this machine, as the command line names them."""
+    from quicksilver.runs.run import plan
+
+    found, context = dict[str, None](), RunContext()
+    for config in {(one.model.name, one.dataset.name): one for one in configs}.values():
+        try:
+            with nothing_fetched():
+                plan([config], context)
+        except QuickSilverError as error:
+            name = str(error).partition(":")[0]
+            if name in (f"model={config.model.name}", f"dataset={config.dataset.name}"):
+                found[name] = None
+    return [*found]
+
+
 def estimates(
     configs: Sequence[RunConfig], speed: Speed | None = None, *, fetch: bool = False, differing: Sequence[str] = ()
 ) -> list[Estimate]:
@@ -276,8 +292,8 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def table(found: Sequence[Estimate]) -> str:
-    """One line a run and their sum, for a terminal."""
+def table(found: Sequence[Estimate], absent: Sequence[str] = ()) -> str:
+    """One line a run and their sum, for a terminal; absent: what is `not_here`."""
     if not found:
         return "Every run has its record: nothing would run."
     lines = [f"{'run':<64} {'PFLOP':>8} {'time':>8} {'memory':>10} {'record':>10}"]
@@ -292,6 +308,8 @@ def table(found: Sequence[Estimate]) -> str:
         f"{gibibytes(memory)} of memory, {gibibytes(disk)} of records on disk. Weights: {gibibytes(max(one.weights_bytes for one in found))}."
     )
     lines.append(f"If a run is killed, at most {duration(max(one.block_seconds for one in found))} of its work are lost.")
+    if absent:
+        lines.append(f"Not on this machine: {', '.join(absent)}. A run looks below data.root=/folder, then asks the hub.")
     if memory > here:
         # What does not fit is read anew in every call.
         traffic = sum(one.calls * min(one.weights_bytes, max(0, one.memory_bytes - here)) for one in found)

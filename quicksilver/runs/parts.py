@@ -66,10 +66,7 @@ def named_class(key: str, target: str, base: type[T]) -> type[T]:
     if not all(part.isidentifier() for part in target.split(".")) or not module:
         raise ConfigError(f"{where} is no name of a class: write package.module.Class.")
     if _foreign(module, name):
-        raise ConfigError(
-            f"{where} is not imported: it is no {base.__name__} class of quicksilver or of a file of your own. A file that is called like a module "
-            "of Python needs another name."
-        )
+        raise ConfigError(f"{where} is not imported: {_why_foreign(module, name, base.__name__)}")
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, SyntaxError) as error:
@@ -99,6 +96,22 @@ def _foreign(module: str, name: str) -> bool:
     source, node = _definition(module, name) or (None, None)
     ours = source is not None and any(other.split(".")[0] == "quicksilver" for other, _ in source.imports.values())
     return not (ours and node is not None and node.bases)
+
+
+def _why_foreign(module: str, name: str, base: str) -> str:
+    """What is wrong with the file that should define a class, in a sentence."""
+    path = source_of(module)
+    if path is None or module.split(".")[0] in sys.stdlib_module_names:
+        return f"it is no {base} class of quicksilver or of a file of your own. A file that is called like a module of Python needs another name."
+    try:
+        ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        return f"{path.name}{line}: {type(error).__name__}: {error.args[0]}"
+    if _definition(module, name) is None:
+        classes = ", ".join(_read(path, path.stat().st_mtime_ns, module).classes) or "none"
+        return f"{path.name} has no class {name}. Its classes: {classes}."
+    return f"it is no {base} class of quicksilver or of a file of your own that imports quicksilver."
 
 
 # --- sources, read and not imported ---------------------------------------------------------------------------------------------

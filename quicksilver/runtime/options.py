@@ -161,8 +161,8 @@ def check_share(name: str, value: object) -> float:
     """A share above 0 and below 1; raises ConfigError, which for a percentage names the share that it is."""
     share = check_number(name, value)
     if not 0 < share < 1:
-        meant = (
-            f"{name}={share / 100:g} for {share:g}%"
+        meant = (  # one of a list is written without brackets
+            f"{name.removesuffix('[0]')}={share / 100:g} for {share:g}%"
             if 1 < share < 100
             else f"more than 0 and less than 1, such as {name}=0.4 for 40%"
         )

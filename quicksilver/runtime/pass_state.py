@@ -266,11 +266,12 @@ class TokenState:
                 as all halts of a pass say so, the shapes that follow cost no host sync.
 
         Raises:
-            ConfigError: an unknown `missing_kv`, `resume_layers` outside 0..L, `predict` without a translator or with one of another
-                source layer.
+            ConfigError: a mask of another shape or dtype, an unknown `missing_kv`, `resume_layers` outside 0..L, `predict` without a
+                translator or with one of another source layer.
             RuntimeError: another number than `count_per_row` (on a GPU raised later, by the device).
         """
         state = self._state
+        self._check_given("halt(mask)", mask, torch.bool)
         self._check_halt(missing_kv, translator, resume_layers)
         if self._layer >= state.n_layers - 1:
             return  # nothing is left to save
@@ -290,6 +291,13 @@ class TokenState:
             state.translators[translator.source_layer] = translator
         self.active = self.active & ~mask
         self.newly_halted = self.newly_halted | mask
+
+    def _check_given(self, what: str, given: torch.Tensor, dtype: torch.dtype) -> None:
+        """Refuse what is not one entry a token of the view, (B, M), of that dtype."""
+        if given.dtype is not dtype or given.shape != self.active.shape:
+            seen = f"{str(given.dtype).removeprefix('torch.')} {tuple(given.shape)}"
+            asked = f"{str(dtype).removeprefix('torch.')} {tuple(self.active.shape)}"
+            raise ConfigError(f"{what} at layer {self._layer} was given {seen}. Give {asked}, one entry a token of the view.")
 
     def _check_halt(self, missing_kv: str, translator: KVTranslator | None, resume_layers: int) -> None:
         state = self._state
@@ -328,8 +336,13 @@ class TokenState:
             state.counted.append(CountedHalt(self._layer, count_per_row, state.n_layers - resume_layers, missing_kv))
 
     def skip_kv(self, mask: torch.Tensor) -> None:
-        """No K/V entry: for a newly halted token while it is halted, for an active one from the next layer on. mask: (B, M) bool."""
+        """No K/V entry: for a newly halted token while it is halted, for an active one from the next layer on. mask: (B, M) bool.
+
+        Raises:
+            ConfigError: a mask of another shape or dtype.
+        """
         state = self._state
+        self._check_given("skip_kv(mask)", mask, torch.bool)
         state.halted_kv = self._write(state.halted_kv, mask & self.newly_halted, MISSING_KV.index("drop"))
         first = self._read(state.kv_layer) == state.n_layers - 1  # what has none lost it after an earlier layer
         state.kv_layer = self._write(state.kv_layer, mask & self.active & first, self._layer)
@@ -346,9 +359,12 @@ class TokenState:
             weight: (B, M) float, share of each part in the mean; None: the number of original tokens it stands for.
 
         Raises:
-            ConfigError: a target that is inactive, earlier, or itself merged away; a weight that is not positive.
+            ConfigError: another shape or dtype; a target that is inactive, earlier, or itself merged away; a weight that is not positive.
         """
         state, view = self._state, self._view
+        self._check_given("fuse(into)", into, torch.int64)
+        if weight is not None:
+            self._check_given("fuse(weight)", weight, weight.dtype)
         columns = torch.arange(into.shape[1], device=into.device).expand_as(into)
         into = torch.where(self.active, into, columns)
         moves = into != columns
@@ -379,8 +395,9 @@ class TokenState:
         """Quantise tokens to `bits` from the next layer on: the inputs of linear layers, and their K/V. mask: (B, M) bool.
 
         Raises:
-            ConfigError: a width other than 2, 4, 8 or 16.
+            ConfigError: a mask of another shape or dtype, or a width other than 2, 4, 8 or 16.
         """
+        self._check_given("set_bits(mask)", mask, torch.bool)
         if bits not in (2, 4, 8, 16):
             raise ConfigError(f"bits={bits} is not one of 2, 4, 8, 16 (16 = untouched).")
         state = self._state

@@ -22,6 +22,16 @@ def python(*words: str, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *words], capture_output=True, text=True, encoding="utf-8", **options)
 
 
+def test_a_fault_in_a_person_s_own_file_is_its_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "of_mine.py").write_text("def decide(tokens):\n    tokens.hlt()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import of_mine  # type: ignore[import-not-found]
+
+    assert console._guarded(lambda: of_mine.decide(())) == 1
+    said = capsys.readouterr().err
+    assert "of_mine.py, line 2, in decide: AttributeError: 'tuple' object has no attribute 'hlt'\n  tokens.hlt()" in said
+
+
 @pytest.mark.parametrize("name", console.COMMANDS)
 def test_every_command_is_named_with_what_it_does_and_its_help_names_every_key(name, capsys):
     below, _, word = name.rpartition(" ")

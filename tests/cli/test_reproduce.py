@@ -452,10 +452,17 @@ def test_numbers_of_the_findings_are_cells_of_committed_tables(tmp_path):
 
 
 def test_a_ledger_that_lacks_rows_does_not_replace_the_written_one(harness, monkeypatch, capsys):
-    found = {find("table", "11"): ([answers.Job("row", (), reason=REFUSED, error=ConfigError("the text is not at hand"))], [])}
+    found = {
+        find("table", "11"): (
+            [answers.Job("row", (), reason=REFUSED, error=ConfigError("dataset=gum: the text is not at hand"))],
+            [],
+        )
+    }
     monkeypatch.setattr("quicksilver.cli.commands.reproduce.recorded_of_all", lambda *of, **_: (found, {}))
-    assert console.main(["claims", f"results_dir={harness.results}"]) == 1
-    assert "the text is not at hand" in capsys.readouterr().err
+    assert console.main(["claims", f"results_dir={harness.results}"]) == 0
+    said = capsys.readouterr().err
+    assert "1 rows have no record here" in said
+    assert "dataset=gum." in said
     assert sorted(p.name for p in harness.results.glob("claims*")) == [f"claims-mine.{kind}" for kind in ("csv", "json", "md")]
 
 

@@ -117,6 +117,8 @@ def test_a_module_that_reads_the_next_token_is_caught(name: str) -> None:
     protocol = Protocol(name, window_tokens=16, prompt_tokens=8, batch_size=4)
     result = audit(tiny.load("gpt2"), random_windows(4, 16), protocol, [HaltIfNextIsOdd()], seed=1)
     assert result.max_abs_logit_difference > 0.05 * result.max_abs_logit
+    assert result.leaks
+    assert not audit(tiny.load("gpt2"), random_windows(4, 16), protocol, [], seed=1).leaks
 
 
 @given(

@@ -28,6 +28,7 @@ from quicksilver.report.figure import (
     whiskers,
     write_cells,
 )
+from quicksilver.report.table import COLOUR_MAP
 from quicksilver.runtime.errors import ConfigError
 
 
@@ -40,6 +41,13 @@ def figure(caption: tuple[str, ...] = ("Model: m.", "Records: r."), extras: dict
         axes[0, 0].legend()
         axes[0, 1].bar(frame["layer"], frame["share"], hatch=HATCHES[1])
     return Figure("figure04", "A title", frame, drawing, caption, extras or {})
+
+
+def test_a_picture_with_a_colour_map_says_so():
+    drawn = figure()
+    assert COLOUR_MAP.encode() not in drawn.png()
+    drawn.drawing.axes[0].imshow([[0.0, 1.0]])
+    assert COLOUR_MAP.encode() in drawn.png()[:2000]
 
 
 def test_the_same_data_gives_the_same_bytes(tmp_path):

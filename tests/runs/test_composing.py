@@ -27,7 +27,6 @@ RUNS = [
     ["data.root=${oc.env:HOME}", "decision_layers=[1,2]", "threads=null"],
     ["modules=[kv_skipping_paper_c4,token_fusion]", "protocol=continuation", "model=reference-llama"],
     ["modules=static_depth", "modules.static_depth.depth=0.5"],
-    ["modules=[halting,halting]"],
 ]
 # Entries are read from their files; every one of conf/modules in `make test-all`.
 ENTRIES = [[f"modules=[{name}]"] for name in (choices("modules") if thinning.whole else ("halting_paper_b2", "sliding_window"))]

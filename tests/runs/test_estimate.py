@@ -73,6 +73,14 @@ def test_what_cannot_be_estimated_is_one_line(tmp_path, monkeypatch):
         estimate.shape_of(ModelConfig(name="mine", path="/not/there"))
 
 
+def test_a_plan_names_texts_and_models_that_are_not_here(monkeypatch):
+    monkeypatch.delenv("QUICKSILVER_DATA", raising=False)
+    absent = estimate.not_here([compose([one]) for one in ("dataset=gum", "model=gpt2-large", "dataset=python-docs")])
+    assert absent == ["dataset=gum", "model=gpt2-large"]
+    found = estimate.estimates([compose(["dataset.windows=8"])], SPEED)
+    assert "Not on this machine: dataset=gum, model=gpt2-large." in estimate.table(found, absent)
+
+
 def test_a_plan_says_between_which_hours_what_an_offload_reads_and_what_a_kill_costs(words, monkeypatch):
     monkeypatch.setattr(estimate, "memory_bytes", lambda: 1000)
     config = compose([*words, "measure=sweep", "dataset.windows=320", "protocol.batch_size=4"])

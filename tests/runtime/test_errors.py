@@ -178,6 +178,12 @@ class Calls(TokenPolicy):
 
 
 @pytest.mark.parametrize(("call", "words"), [
+    (lambda v, t: t.halt(t.active.float()), r"halt\(mask\) at layer \d was given float32 .* Give bool "),
+    (lambda v, t: t.halt(t.active[:, 1:]), r"halt\(mask\) .* one entry a token of the view"),
+    (lambda v, t: t.skip_kv(t.active[0]), r"skip_kv\(mask\)"),
+    (lambda v, t: t.set_bits(t.active.long(), 8), r"set_bits\(mask\) .* given int64"),
+    (lambda v, t: t.fuse(t.active), r"fuse\(into\) .* given bool"),
+    (lambda v, t: t.fuse(t.active.long(), t.active[:, :1].float()), r"fuse\(weight\)"),
     (lambda v, t: t.halt(t.active, missing_kv="keep"), "missing_kv='keep' is not one of drop, project, copy, zero"),
     (lambda v, t: t.halt(t.active, resume_layers=6), "resume_layers=6 must lie between 0 and the model's 5 layers"),
     (lambda v, t: t.halt(t.active, resume_layers=-1), "resume_layers=-1"),

@@ -54,9 +54,11 @@ class Demo(Command):
         from rich._export_format import CONSOLE_SVG_FORMAT
         from rich.console import Console
 
+        from quicksilver.models.loading import EMBEDDED
         from quicksilver.runs.choices import choices
 
-        embedded = [name for name in choices("model") if name.startswith("reference-")]
+        names = [name for name in choices("model") if name.startswith("reference-")]
+        embedded = [name for name in names if (EMBEDDED / name / "model.safetensors").is_file()]
         if self.model not in embedded:
             raise ConfigError(f"model={self.model}: a demo runs the models that come with the package: {', '.join(embedded)}.")
         if sys.stderr.isatty():

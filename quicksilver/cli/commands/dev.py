@@ -75,8 +75,10 @@ class Keep(ResultsFolder):
             for file in (*(f"{name}.{suffix}" for suffix in ("md", "csv", "tex", "json", "svg")), *pictures[name]):
                 (written[name].parent / file).unlink(missing_ok=True)
         size = sum(path.stat().st_size for path in (root / KEPT).rglob("*") if path.is_file())
-        print(f"{len(set(wanted) - {folder.name for folder in kept})} records are too large to be kept.")
-        print(f"{len(kept)} records in {kept[0].parent}, {size / 1e6:.1f} MB. Now: quicksilver reproduce all")
+        if too_large := set(wanted) - {folder.name for folder in kept}:
+            print(f"{len(too_large)} records are too large to be kept.")
+        then = f"commit {root / KEPT}" if self.add else "quicksilver reproduce all"
+        print(f"{len(kept)} records in {kept[0].parent}, {size / 1e6:.1f} MB. Now: {then}")
         return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class List(ResultsFolder):
     def main(self) -> int:
         """Print the list; returns 1 where a run of the sweep that is asked for failed."""
         if self.names[:1] == ["sweep"] and len(self.names) <= 2:
+            self.check_there()
             return self._sweeps()
         if unknown := [word for word in self.names if word not in KINDS[:-1]]:
             raise ConfigError(f"{unknown[0]}: quicksilver list takes {', '.join(KINDS)}, or nothing.")
@@ -60,9 +62,12 @@ class List(ResultsFolder):
             with gc_disabled():
                 print(board.text(width()))
             return 1 if any(state.state == "failed" for state in board.sweep.states()) else 0
-        for name in names(self.results_dir):
+        there = names(self.results_dir)
+        for name in there:
             board = Board(Sweep.load(self.results_dir, name))
             print(board.headline(board.rows(most=50)))
+        if not there:
+            print(f"There is no sweep below {self.results_dir} yet: quicksilver run -m … makes one.")
         return 0
 
 
@@ -76,7 +81,9 @@ def listed(kind: str) -> str:
         if kind in ("module", "peer") and ("_target_: quicksilver.baselines" in text) != (kind == "peer"):
             continue
         said = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#") and "@package" not in line]
-        lines.append(f"  {kind} {name}: {said[0] if said else f'see {folder / name}.yaml'}")
+        # All sentences that begin in the first line.
+        whole = re.match(rf".{{{len(said[0]) - 1}}}.*?([.:](?= |$)|$)", " ".join(said)) if said else None
+        lines.append(f"  {kind} {name}: {whole[0] if whole else f'see {folder / name}.yaml'}")
     return "\n".join(lines)
 
 
@@ -94,6 +101,7 @@ class Status(ResultsFolder):
         """Print it."""
         from quicksilver.report.sweep_status import status
 
+        self.check_there()
         print(status(self.results_dir))
         return 0
 
@@ -112,6 +120,7 @@ class Show(ResultsFolder):
         from quicksilver.cli.progress import summary
         from quicksilver.records.store import Store
 
+        self.check_there()
         store, begins = Store(self.results_dir), Path(self.names[0]).name if self.names else ""
         found = {name: folder for name, folder in store.folders().items() if name.startswith(begins)}
         if not found:
@@ -140,12 +149,15 @@ class Report(ResultsFolder):
     """
 
     def main(self) -> int:
-        """Write the site; say what is missing in it, and return 1 then."""
+        """Write the site; say what is missing in it, and return 1 where something is damaged."""
         with needing("The report", "report,plots"):
             from quicksilver.report.site.collection import describe
             from quicksilver.report.site.pages import make
         page, problems = make(self.results_dir)
         print(f"Written: {page}\nOpen it in a browser: {page.resolve().as_uri()}")
-        if problems:
-            print(f"Missing in it:\n{describe(problems)}", file=sys.stderr)
-        return 1 if problems else 0
+        damaged = [one for one in problems if not one.absent]
+        if damaged:
+            print(f"Missing in it:\n{describe(damaged)}", file=sys.stderr)
+        if absent := len(problems) - len(damaged):
+            print(f"{absent} tables and figures are not made yet. All of them: quicksilver reproduce all")
+        return 1 if damaged else 0

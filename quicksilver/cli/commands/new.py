@@ -225,6 +225,10 @@ class New(Command):
             raise ConfigError(f"{kind or 'nothing'}: say what to write: quicksilver new {'|'.join(FILES)} NAME.")
         if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
             raise ConfigError(f"{name or 'no name'}: a name begins with a-z and has only a-z, 0-9 and _, such as my_{kind}.")
+        if kind == "table" and experiments_folder().resolve().parent == Path(__file__).resolve().parents[2]:
+            raise ConfigError(
+                "A table needs a clone of the repository, where `quicksilver reproduce` finds it: git clone, then make environment."
+            )
         group = {"module": "modules", "family": "model"}.get(kind, kind)
         if name in choices(group) or (kind in ("module", "family") and find_spec(name)):
             raise ConfigError(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from quicksilver.cli.arguments import Command, MakesRuns, key
 from quicksilver.cli.progress import counted, explain, show_fault, watched, width
+from quicksilver.models.hub import nothing_fetched
 from quicksilver.records.record import TRACE
 from quicksilver.records.store import Store
 from quicksilver.report.artefacts import Artefact, Outcome, artefacts, find
@@ -42,10 +43,6 @@ if TYPE_CHECKING:
     from quicksilver.runs.jobs import Job
 
 KINDS = ("table", "figure")
-SOURCES = {
-    "any": "records of any machine", "checked": "times of this machine; quality from committed records, of which 8 windows were checked",
-    "own": "all measured on this machine",
-}  # fmt: skip
 CLAIMS = "claims"
 
 
@@ -92,10 +89,11 @@ class Reproduce(MakesRuns):
         every = [job for jobs in work.values() for job in jobs]
         missing = [job.config for job in every if job.config is not None]
         if missing or self.plan:
-            from quicksilver.runs.estimate import check_time, estimates, table, without_record
+            from quicksilver.runs.estimate import check_time, estimates, not_here, table, without_record
 
             if self.plan:
-                print(table(estimates(without_record(missing))), flush=True)
+                left = without_record(missing)
+                print(table(estimates(left), not_here(left)), flush=True)
                 return 0
             check_time(missing, self.yes)
         make_side_by_side(every, self.workers, watch=watched)
@@ -111,7 +109,7 @@ class Reproduce(MakesRuns):
                 if only is None:
                     print(f"{artefact.kind} {artefact.number}: {made.written[0]} … {made.distance}", flush=True)
                 else:
-                    said = [f"records={base.records}: {SOURCES[base.records]}"] if jobs else []
+                    said = [_source(base.records, jobs)] if jobs else []
                     print(made.product.text(width()), made.distance, *said, sep="\n")
                     print(f"Written: {', '.join(map(str, made.written))}")
             failed = [job for job in jobs if job.error is not None]
@@ -141,6 +139,18 @@ class Reproduce(MakesRuns):
             # Who asks for one table wants it measured here. Decisions are large: the repository has them only where something is drawn of them.
             self.overrides.append("records=own" if TRACE in artefact.reads else "records=checked")
         return artefact
+
+
+def _source(records: str, jobs: Sequence[Job]) -> str:
+    """Where the numbers of a result come from, in one line."""
+    if records == "any":
+        return "records=any: records of any machine"
+    made = [job.record for job in jobs if job.record is not None]
+    reused = [one.confirmed.windows for one in made if one.confirmed is not None and one.confirmed.agrees]
+    if not reused:
+        return f"records={records}: all measured on this machine"
+    those = f"quality of {len(reused)} of {len(made)} runs from committed records, of which {max(reused)} windows were checked"
+    return f"records={records}: times of this machine; {those}"
 
 
 @dataclass
@@ -228,7 +238,8 @@ class Claims(Command):
         base = base_config(self.overrides)
         store = store_of(base)
         index = RecordIndex(base.results_dir, base.records)
-        found, troubles = recorded_of_all(base, self.overrides, index, wanted=answers_claims)
+        with nothing_fetched():
+            found, troubles = recorded_of_all(base, self.overrides, index, wanted=answers_claims)
         failed = [job for jobs, _ in found.values() for job in jobs if job.error is not None]
         sources = [Source(one, outcomes, command_of(one, self.overrides)) for one, (_, outcomes) in found.items()]
         name = name_of(CLAIMS, base, self.overrides)
@@ -241,10 +252,16 @@ class Claims(Command):
         table = ledger(sources, name if whole else f"{name}{LOCAL_SUFFIX}", _others(store) if name == CLAIMS else {})
         print(table.text(width()))
         print("Written: " + ", ".join(map(str, table.write(store.root, "md", "csv", "json"))))
-        explain(failed, "No record of")
+        # An error that begins with a key of the command line is of a model or text that is not here.
+        damaged = [job for job in failed if not str(job.error).startswith(("model=", "dataset="))]
+        explain(damaged, "No record of")
         for artefact, trouble in troubles.items():
             print(f"{artefact.kind} {artefact.number}: {trouble}", file=sys.stderr)
-        return 1 if failed or troubles else 0
+        if len(damaged) < len(failed):
+            absent = dict.fromkeys(str(job.error).partition(":")[0] for job in failed if job not in damaged)
+            rows = f"{len(failed) - len(damaged)} rows have no record here"
+            print(f"{rows}, and what would make them is not on this machine: {', '.join(absent)}.", file=sys.stderr)
+        return 1 if damaged or troubles else 0
 
 
 def _others(store: Store) -> dict[str, pd.DataFrame]:

@@ -227,13 +227,15 @@ class Fit(Command):
         """The files written, one for each source layer."""
         import torch
 
-        from quicksilver.fitting.fit import fit_lens, fit_translators, priced
+        from quicksilver.fitting.fit import check_source_layers, fit_lens, fit_translators, priced
         from quicksilver.runs.context import RunContext
         from quicksilver.runtime.architecture import architecture_of
 
         folder = _output(self.output, Path(config.results_dir) / "translators")
         loaded, name = RunContext().model(config), config.model.name
         arch, dtype = architecture_of(loaded.model), getattr(torch, self.dtype)
+        layers = self.layers or list(range(max(1, arch.n_layers // 3), 3 * arch.n_layers // 4 + 1))
+        check_source_layers(arch, layers)
         text = calibration_half(config, self.text, loaded, "fit", self.windows, continued=self.distill > 0)
         for dataset, said in text.provenance["texts"].items():
             left_out = f"{said['left_out']} of {said['paragraphs']} paragraphs left out, test text has them too"
@@ -243,7 +245,6 @@ class Fit(Command):
             fit_lens(arch, text, ridge=self.ridge, progress=bar("fitting")).save(path, dtype)
             return [path]
         control = f".{self.control}" if self.control else ""
-        layers = self.layers or list(range(max(1, arch.n_layers // 3), 3 * arch.n_layers // 4 + 1))
 
         def fitted() -> dict[int, Translator]:
             sums = folder / f".{name}{control}.sums.safetensors"

@@ -22,7 +22,7 @@ from quicksilver.records.store import KEPT, Store
 from quicksilver.report.artefacts import Artefact, artefacts
 from quicksilver.report.comparison import against_dense
 from quicksilver.report.reproduction import DEFAULT, LOCAL_SUFFIX, command_of, of_name
-from quicksilver.report.table import Value, Written, read, without_folders
+from quicksilver.report.table import COLOUR_MAP, Value, Written, read, without_folders
 from quicksilver.runs.sweep import labels
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
@@ -31,11 +31,12 @@ MOST_WHOLE = 500  # of records that nothing names, so many have intervals, chart
 
 
 class Problem(NamedTuple):
-    """Something that should be there and is not, and what to do."""
+    """Something that should be there and is not, and what to do; `absent`: only because nobody made it yet."""
 
     where: str
     what: str
     remedy: str = ""
+    absent: bool = False
 
 
 @dataclass
@@ -80,6 +81,11 @@ class Piece:
     def pictures(self) -> list[str]:
         """Names of its pictures that are there."""
         return [name for name in self.written.pictures if self.has(name)] if self.written is not None else []
+
+    @property
+    def has_colour_map(self) -> bool:
+        """Whether its picture says that it has a colour map, which must not be turned around."""
+        return any(COLOUR_MAP.encode() in (self.folder / name).read_bytes()[:2000] for name in self.pictures)
 
     @property
     def shown(self) -> str:
@@ -189,7 +195,8 @@ class Collection:
         path = piece.folder / f"{name}.json"
         try:
             if not path.is_file():
-                raise ConfigError(f"it was not made yet: there is no {kind}s/{path.name}.")
+                self.note([piece], name, f"it was not made yet: there is no {kind}s/{path.name}.", absent=True)
+                return piece
             piece.written = read(path)
         except ConfigError as error:
             self.note([piece], name, str(error))
@@ -222,7 +229,8 @@ class Collection:
         path = self.root / "claims.json"
         try:
             if not path.is_file():
-                raise ConfigError(f"the ledger was not made yet: there is no {path.name}.")
+                self.note([self._ledger], "claims", f"the ledger was not made yet: there is no {path.name}.", absent=True)
+                return None
             found: list[dict[str, Value]] = [
                 {key: "" if value is None else value for key, value in entry.items()} for entry in read(path).entries
             ]
@@ -303,7 +311,8 @@ class Collection:
             # Measurements and seeds tell runs apart only where nothing of the run itself does.
             keys = varied([config[run.fingerprint] for run in group])
             for run in group:
-                run.varied = tuple(key for key in keys if not key.startswith("measure.")) or keys
+                said = tuple(key for key in keys if not key.startswith("measure.") and not key.endswith("._target_"))
+                run.varied = said or keys
 
     # --- what is missing ----------------------------------------------------------------------------------------------------------
 
@@ -313,10 +322,12 @@ class Collection:
         what = str(error) if known else f"the record is damaged ({type(error).__name__}: {error})"
         run.problems.append(self.note(run.pieces, f"runs/{run.fingerprint}", what))
 
-    def note(self, pieces: Sequence[Piece], where: str, what: str) -> Problem:
+    def note(self, pieces: Sequence[Piece], where: str, what: str, *, absent: bool = False) -> Problem:
         """Note what is missing, here and on the pages of `pieces`; the first one's command makes it."""
         remedy = f"To make it: {pieces[0].command}" if pieces and pieces[0].command else ""
-        problem = Problem(where, what.replace(f"{self.root}/", ""), remedy)  # where the results lie must not show on the pages
+        problem = Problem(
+            where, what.replace(f"{self.root}/", ""), remedy, absent
+        )  # where results lie must not show on the pages
         for problems in (self.problems, *(piece.problems for piece in pieces)):
             problems.append(problem)
         return problem

@@ -55,7 +55,8 @@ def boards(runs: Iterable[NamedRecord]) -> list[Board]:
     """A board for each model and text, the fullest first.
 
     A record is on it if it was made under protocol continuation without look-ahead, executes what it says (`compact`), saves work of the prompt
-    and has its KL to dense. Of one method those settings are shown that no other of its settings beats.
+    and has its KL to dense. Of one method those settings are shown that no other of its settings beats; of two records with the same settings the
+    timed one, then the one of more windows.
     """
     far: dict[str, NamedRecord] = {}
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -76,7 +77,8 @@ def boards(runs: Iterable[NamedRecord]) -> list[Board]:
             groups.setdefault((str(without_folders(record.model.name)), text), []).append(entry)
     found = []
     for (model, text), members in groups.items():
-        frame = pd.DataFrame(members)
+        timed = sorted(members, key=lambda one: ("prompt_speedup_pct" in one["run"].row, one["run"].record.data.windows))
+        frame = pd.DataFrame({one["setting"]: one for one in timed}.values())
         own = pd.concat([front(mine["saved"], mine["cost"]) for _, mine in frame.groupby("method")]).sort_index()
         frame = frame[own].sort_values(["cost", "saved"], ascending=[True, False], kind="stable")
         frame["front"] = front(frame["saved"], frame["cost"])

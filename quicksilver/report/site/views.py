@@ -330,6 +330,8 @@ def _named(value: Any) -> str:
     if isinstance(value, list):
         numbers = len(value) == 2 and all(isinstance(one, int | float) and not isinstance(one, bool) for one in value)
         return (" to " if numbers else ", ").join(map(_named, value)) or _NONE
+    if isinstance(value, float):
+        return f"{value:.6g}"
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -192,19 +192,23 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
     said: tuple[str, ...] = ("Not every combination has a record, so there are no interactions and no synergy.",)
     if sums_of(outcomes) is not None:
         panels += [Panel(EFFECTS, "Main effects and interactions", _EFFECTS), Panel(SYNERGY, "Synergy (P.1)", _SYNERGY)]
-        said = legend()
+        said = legend(table=True)
     return Table(name, "Factorial of the four mechanisms", frame(outcomes), tuple(panels), (*said, *sweeps.LEGEND[:2]))
 
 
-def legend() -> tuple[str, ...]:
+def legend(*, table: bool) -> tuple[str, ...]:
     """What effects and δ are, and what the paper's own numbers give."""
     return (
         "Effect of one mechanism: the mean change when it joins, over all settings of the other three. Effect of several: the "
         "change that they make together beyond their parts. Units: points of dense operations, and nats per token × 100, which "
         "is about percent of perplexity.",
         "δ: what the set saves together minus the sum of what each member saves alone (P.1), in points. Below 0 the savings "
-        "overlap (sub-additive). independent: the same, minus what the members would save if each took its share of what the "
-        "others leave.",
+        "overlap (sub-additive).",
+        *(
+            ("independent: the same, minus what the members would save if each took its share of what the others leave.",)
+            if table
+            else ()
+        ),
         f"The paper's own numbers (P.4) give δ = {reported_synergy():+.1f} points and {float(beyond_independence(_reported(), LETTERS)):+.1f} against "
         "independence: sub-additive, though the text there calls it super-additive (docs/conflicts.md #24).",
         "In the executed ledger δ is large where decisions are expensive: with fewer active tokens there is less to decide.",
@@ -271,8 +275,9 @@ def _finding(rows: pd.DataFrame) -> str:
     joint = rows[(rows["panel"] == SYNERGY) & (rows["key"] == LETTERS)]
     if joint.empty:
         return ""
-    apart = float(joint["synergy_nominal"].iloc[0])
-    return f"All four save {abs(apart):.1f} points {'more' if apart > 0 else 'less'} than the sum of what each saves alone"
+    apart, paper = (float(joint[f"synergy_{ledger}"].iloc[0]) for ledger in ("nominal", "paper"))
+    more, also = (f"{abs(one):.1f} points {'more' if one > 0 else 'less'}" for one in (apart, paper))
+    return f"All four save {more} than the sum of what each saves alone, and {also} in the paper's ledger"
 
 
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
@@ -286,7 +291,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         raise QuickSilverError("interactions need a record of every combination, and not every one has one.")
     with style():
         drawing = draw(found)
-    caption = (*legend(), *sweeps.notes(outcomes, name))
+    caption = (*legend(table=False), *sweeps.notes(outcomes, name))
     return Figure(name, "All combinations of the four mechanisms", found, drawing, caption, finding=_finding(found))
 
 

@@ -231,12 +231,18 @@ def _stored(record: Record) -> dict[str, Any]:
     return row
 
 
-_MEMORY = AnsweredBy(
-    PANEL, "isolated.halting", of_record=_memory, note="halting alone; most bytes in tensors during a batch, exact"
-)
+_MEMORY = {
+    f"{claim}.memory_added_pct": AnsweredBy(
+        *(PANEL, f"isolated.{mechanism}"), of_record=_memory, note=f"{mechanism} alone; most bytes in tensors during a batch, exact"
+    )
+    for claim, mechanism in {
+        "b3.memory": "halting", "section2.kv_memory": "kv_skipping", "section2.fusion_memory": "fusion",
+        "section3.quantization_memory": "quantization",
+    }.items()
+}  # fmt: skip
 
 
-@artefact(rows, answers={"b3.memory.memory_added_pct": _MEMORY})
+@artefact(rows, answers=_MEMORY)
 def table_memory(outcomes: Sequence[Outcome], name: str) -> Table:
     """Table memory: KV cache and peak memory of a batch, and the ΔM of App. J beside what is really saved."""
     columns = (

@@ -89,10 +89,7 @@ def _least(inequality: str) -> Callable[[Record], Estimate]:
 
 
 def _bound(panel: str, inequality: str) -> AnsweredBy:
-    # Fusion's bounds are Lipschitz continuity with constants that are taken from these states: they could not be broken.
-    fixed = "its constants were measured on these very states" if inequality.startswith("fusion") else ""
-    note = "constants measured; the layer where it holds least"
-    return AnsweredBy(panel, KEY, of_record=_least(inequality), note=note, by_definition=fixed)
+    return AnsweredBy(panel, KEY, of_record=_least(inequality), note="constants measured; the layer where it holds least")
 
 
 BOUNDS_ANSWERS = {

@@ -88,7 +88,7 @@ def _answer(*names: str, note: str = "") -> AnsweredBy:
         null = against_null(halted.to_numpy(), member.to_numpy(), np.zeros(len(tokens), int), tokens["sentence"].to_numpy())
         return Estimate.of(null.beyond, 100)
 
-    said = "; ".join(filter(None, ("drift and entropy, calibrated, half of the depth", note)))
+    said = "; ".join(filter(None, ("drift and entropy at p42, half of the depth", note)))
     return AnsweredBy(runs.HALTING, runs.MAIN, of_record=rate, beyond_chance=beyond, note=said)
 
 
@@ -126,6 +126,31 @@ def _lower(record: Record) -> Estimate | None:
     return Estimate.of(bootstrap(apart, *sums))
 
 
+def _layers_of_30(record: Record, *classes: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Tokens of these classes that halt at all, and the sum of the layers after which they do, scaled to the paper's 30, window by window."""
+    tokens = pd.read_parquet(record.path / WORDS, columns=["paper_class", "halt_layer", "window"])
+    halted = tokens["paper_class"].isin(classes) & (tokens["halt_layer"] < record.model.layers)
+    layers = halted * tokens["halt_layer"] * 30 / record.model.layers
+    return tuple(np.bincount(tokens["window"], weights=one.astype(float)) for one in (halted, layers))  # type: ignore[return-value]
+
+
+def _halt_layer(record: Record) -> Estimate:
+    """Mean layer of 30 after which function words halt, of those that do."""
+    return Estimate.of(bootstrap(lambda n, layers: layers.sum(-1) / n.sum(-1), *_layers_of_30(record, *_EARLY, *_LATER)))
+
+
+def _after_content_words(record: Record) -> Estimate:
+    """How much later function words halt than content words, in layers of 30."""
+    sums = (*_layers_of_30(record, *_EARLY, *_LATER), *_layers_of_30(record, "content"))
+    return Estimate.of(bootstrap(lambda n, layers, m, others: layers.sum(-1) / n.sum(-1) - others.sum(-1) / m.sum(-1), *sums))
+
+
+def _more_than_content_words(record: Record) -> Estimate:
+    """Rate of all function words less that of content words, in points."""
+    sums = (*_by_window(record, *_EARLY, *_LATER), *_by_window(record, "content"))
+    return Estimate.of(bootstrap(lambda n, a, m, b: 100 * (a.sum(-1) / n.sum(-1) - b.sum(-1) / m.sum(-1)), *sums))
+
+
 _EARLY, _LATER = ("determiner", "preposition", "conjunction"), ("pronoun", "auxiliary")
 _OF_THE_PAPER = tuple(one for one, (_, claim) in CLASSES.items() if claim)
 _LOWEST = _answer(*_EARLY, note="the lowest of determiners, prepositions and conjunctions")
@@ -139,6 +164,19 @@ _ANSWERS["section2.predominantly"] = AnsweredBy(
 _ANSWERS["m.pronouns_and_auxiliaries"] = AnsweredBy(
     runs.HALTING, runs.MAIN, of_record=_lower, note="the lowest of DT, IN, CC less the higher of the two"
 )
+_ANSWERS["m.function_words.higher_rate_points"] = AnsweredBy(
+    runs.HALTING,
+    runs.MAIN,
+    of_record=_more_than_content_words,
+    note="all function words together, by half of the depth; halting at p42",
+)
+_HALTS = AnsweredBy(
+    *(runs.HALTING, runs.MAIN),
+    of_record=_halt_layer,
+    beyond_chance=_after_content_words,
+    note="of function words that halt, at p42; no token halts before layer 6 of 30 here; content words ought to halt a tenth later",
+)
+_ANSWERS |= {f"{entry}.function_words.halt_layer_of_30": _HALTS for entry in ("b6", "figure22")}
 
 
 # --- Tables 2, 8 and 12 -----------------------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
                 points = points[points["delta_ppl_pct"] < _NEAR] if number else points
                 if points.empty:
                     continue
-                x, y = points["prompt_executed_flops_saved_pct"] + 0.25 * place * number, points["delta_ppl_pct"]
+                x, y = points["prompt_executed_flops_saved_pct"] + 0.04 * place * number, points["delta_ppl_pct"]
                 look = {
                     "color": colours[place],
                     "marker": shapes[place],
@@ -131,7 +131,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         "A share of a prompt's tokens leaves it after a fifth of the layers; the name of the line says which ones. Static depth: all tokens but the "
         f"last leave at one depth. Bars: 95% intervals, paired by window{f'; {windows.max():g} windows' if len(windows) else ''}. "
         f"Grey band: the loss of the paper's abstract, up to +{cost:.1f}%. Its {saved:g}% of FLOPs are counted by another formula and have no place "
-        f"on this axis. Lines below +{_NEAR:g}% are named in the right picture, where points are moved sideways a little."
+        f"on this axis. Lines below +{_NEAR:g}% are named in the right picture, where points are moved sideways by at most half a point."
     )
     title, caption = "Work of a prompt saved against perplexity lost", (said, *sweeps.notes(outcomes, name))
     return Figure(name, title, frame, drawing, caption, finding=_finding(frame))

@@ -132,8 +132,7 @@ def _caption(drawn: pd.DataFrame, outcomes: Sequence[Outcome]) -> tuple[str, ...
             said.append(f"Lost beyond as many random tokens: {', '.join(parts)}.")
     missing = len(outcomes) - len(drawn)
     return (
-        "Bars: 95% intervals, paired by example. A loss below what so many examples show four times in five (`smallest_seen` in the data) is "
-        "none that could have been seen; the paper's 0.2 points are far below it.",
+        "Bars: 95% intervals, paired by example. So few examples show no loss as small as the paper's 0.2 points (`smallest_seen` in the data).",
         "Function words: a closed list of English, whole words of one token; content words: all other tokens with letters; the first token "
         "and the deciding last one of a prompt never stop. Stopped tokens are dropped: later layers do not see them.",
         *said,

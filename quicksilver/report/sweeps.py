@@ -245,7 +245,7 @@ def figure(outcomes: Sequence[Outcome], name: str, title: str, sweeps: Sequence[
     wanted = [*dict.fromkeys(drawn), *costs, "front", "record"]
     lows = rows.loc[rows["section"].eq(""), sorted(one for one in costs if one.endswith("_low"))]
     low = lows.bfill(axis=1).iloc[:, 0].dropna()  # against the base where there is one
-    finding = f"{int((low > 0).sum())} of {len(low)} settings cost perplexity beyond their 95% interval"
+    finding = f"In {int((low > 0).sum())} of {len(low)} settings the 95% interval of the cost lies above 0"
     return Figure(name, title, rows[wanted], drawing, (said, *notes(outcomes, name)), finding=finding if len(low) else "")
 
 
@@ -270,12 +270,14 @@ def draw_front(plot: Any, rows: pd.DataFrame, sweep: Sweep) -> list[tuple[float,
     plot.plot(best[gain], best[cost], color=PALETTE[1], linestyle="--", marker="", linewidth=1)
     if swept[f"{cost}_low"].min() > 0 and swept[cost].max() > _WIDE * swept[cost].min():
         plot.set_yscale("log")
+        for axis in (plot.yaxis.set_major_formatter, plot.yaxis.set_minor_formatter):
+            axis("{x:g}")
     plot.set_title("\n".join(textwrap.wrap(sweep.title, 40)))
     plot.set_xlabel(SAVED[gain][1])
     plot.set_ylabel(f"Δ perplexity, % of {sweep.base or 'dense'}")
     plot.margins(x=0.15, y=0.12)
     if outer and not swept.empty:
-        plot.legend()
+        plot.legend(framealpha=0.6)
     values = swept[inner].astype(str).str.strip("[]").str.replace(",", " to ")
     return list(zip(swept[gain].astype(float), swept[cost].astype(float), values, strict=True))
 

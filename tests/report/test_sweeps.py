@@ -180,6 +180,13 @@ def test_utility_is_that_of_e_9(made):
     low, high = points.loc[best, [multiruns.LOW, multiruns.HIGH]]
     assert f"λ = 15: ({low}, {high})" in made["table", "quantization_grid"][1].text()
     there, _ = made["table", "quantization_grid"]
+    grid = {one.row.key: one for one in there if one.row.panel == multiruns.GRID.experiment}
+    found = multiruns.front(grid)
+    assert found.low <= found.value <= found.high
+    chosen = grid[multiruns.CHOSEN]
+    alike = dict.fromkeys(grid, chosen) | {multiruns.UNIFORM: grid[multiruns.UNIFORM]}
+    assert multiruns.front(alike).value == 0  # it is the best itself
+    assert multiruns.front({**grid, multiruns.UNIFORM: Outcome(chosen.row)}) is None
     holed = [Outcome(one.row, reason="failed") if one.row.key == multiruns.UNIFORM else one for one in there]
     table = RUNS["table", "quantization_grid"].experiment.table(holed, "table_quantization_grid")
     assert table.frame["utility"].isna().all()

@@ -60,6 +60,7 @@ COLUMNS = [
         "measured",
         "measured_low",
         "measured_high",
+        "noise_floor",
         "protocol",
         "execution",
         "lookahead",
@@ -71,9 +72,9 @@ COLUMNS = [
     *("elsewhere", "why", "artefact", "command", "model", "weights_digest", "data", "token_digest", "gpu"),
     *("record", "dense_record"),
 ]
-_NUMBERS = ("target_low", "target_high", "measured", "measured_low", "measured_high", "lookahead")
+_NUMBERS = ("target_low", "target_high", "measured", "measured_low", "measured_high", "noise_floor", "lookahead")
 LEGEND = (
-    "measured: with its 95% interval, a time with the quartiles of its rounds; of several protocols each has its row. Perplexity is compared in percent of dense perplexity, "
+    "measured: with its 95% interval, a time with the quartiles of its rounds; of several protocols each has its row. noise: of the clock; a difference inside it is none. Perplexity is compared in percent of dense perplexity, "
     "operations in the paper's ledger, time in percent of dense inference in the same process.",
     "reproduced: the interval reaches the claim and rules out that it is wrong by nearly its whole size. partly: it rules that out and does "
     "not reach the claim. not reproduced: neither. A saving is judged no better than the quality claimed with it, by the same run: where that "
@@ -429,7 +430,7 @@ def _not_judged(claim: _Claim, answers: Sequence[tuple[Source, AnsweredBy]], rea
     why = f"no record: {command}" if command else "; ".join(dict.fromkeys(reasons))
     said = dict(why=why, command=command or answers[0][0].command, artefact=answers[0][0].artefact.name) if answers else {}
     said = said or {"why": entry.not_measured or "no experiment of this version asks"}
-    fixed = next((answer.by_definition for _, answer in answers if answer.by_definition), "")
+    fixed = next((answer.by_definition for _, answer in answers if answer.by_definition), entry.by_definition.get(claim.name, ""))
     if fixed or said["why"] == _ZERO:
         return {"verdict": BY_DEFINITION, **said, "why": fixed or _ZERO}
     made = any(one is not None and one.record is not None for _, one in there)
@@ -464,6 +465,8 @@ def _judged(claim: _Claim, answer: AnsweredBy, outcome: Outcome, record: Record,
     reasons = (why, from_chance, "widths charged bits/16" if widths else "", answer.note)
     row: dict[str, Any] = dict(measured=found.value, measured_low=found.low, measured_high=found.high, verdict=verdict)
     row["why"] = "; ".join(filter(None, reasons))
+    if found.floor:
+        row["noise_floor"] = found.floor
     if claim.what.kind == "quality" and dense is not None and record.found("null", NullResult) is not None:
         against = _against_dense(record.path, dense.path)
         if (sign := versus_null(against)) is not None:
@@ -633,4 +636,6 @@ def _measurement(row: Mapping[str, Any]) -> Lines:
         return ("-",)
     decimals = decimals_for(max(abs(value), abs(low), abs(high)), least=1)
     text = f"{value:.{decimals}f}{'%' * row['unit'].startswith('%')}"
-    return (text,) if low == high else (text, f"[{low:.{decimals}f} {high:.{decimals}f}]")
+    floor = number(row, "noise_floor")
+    noise = () if floor is None else (f"noise {floor:.{decimals}f}",)
+    return (text, *(() if low == high else (f"[{low:.{decimals}f} {high:.{decimals}f}]",)), *noise)

@@ -4,7 +4,7 @@ import pytest
 from harness_world import make_treebank, make_world
 from thinning import first
 
-from quicksilver.experiments.linguistics import runs
+from quicksilver.experiments.linguistics import fusion_and_constituents, runs
 from quicksilver.measure.words import ConstituentsResult, WordClassesResult
 from quicksilver.records.store import Store
 from quicksilver.report.artefacts import Outcome, find
@@ -88,6 +88,8 @@ def test_the_claims_get_verdicts_from_these_records(outcomes):
         "table2.content_words.halted_share_pct",
         "table9.layer12.random_precision_pct",
         "e4.collapse.entropy_change_nats",
+        "b6.function_words.halt_layer_of_30",
+        "m.function_words.higher_rate_points",
     )
     for claim in quantities:
         rows = ledger.loc[[claim]]
@@ -95,6 +97,15 @@ def test_the_claims_get_verdicts_from_these_records(outcomes):
         assert (rows["measured_low"].dropna() <= rows["measured"].dropna()).all()
     why = ledger.loc["table9.layer20.precision_pct", "why"]
     assert "no record" in why or "failed" in why
+
+
+def test_precision_at_two_depths_is_compared_on_the_same_pairs(outcomes):
+    by_depth = {f"layer{depth}": fusion_and_constituents.fused(outcomes[f"layer{depth}"].record) for depth in (12, 15)}
+    less, more = (one.precision["phrase"].value for one in by_depth.values())
+    found = fusion_and_constituents._deeper({"layer15": outcomes["layer12"], "layer20": outcomes["layer15"]})
+    assert found.value == pytest.approx(100 * (more - less))
+    same = fusion_and_constituents._deeper({"layer15": outcomes["layer15"], "layer20": outcomes["layer15"]})
+    assert (same.low, same.value, same.high) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("number", first(["halting_by_class", "word_signals", "fusion_and_constituents"]))

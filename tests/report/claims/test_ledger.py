@@ -75,7 +75,9 @@ def test_without_records_every_claim_and_contradiction_has_a_row_that_says_why()
     assert set(found.loc[found["kind"].isin(("claim", SETTING)), "claim"]) == expected
     assert set(found.loc[found["kind"] == "conflict", "claim"]) == {f"conflict.{row.id}" for row in contradictions()}
     judged = found[found["kind"] == "claim"]
-    assert set(judged["verdict"]) == {"not measured", "not comparable"}
+    assert set(judged["verdict"]) == {"not measured", "not comparable", "by definition"}
+    fixed = judged.loc[judged["verdict"] == "by definition", "claim"].tolist()
+    assert fixed == ["table3.uniform8.flops_saved_pct", "i3.bound.bound_holds_share"]  # whatever is measured
     of_tokens = judged[judged["claim"].str.startswith("table5.")]
     assert set(of_tokens["verdict"]) == {"not comparable"}  # levels of one sentence in a model without a name
     assert (judged["why"] != "").all()

@@ -9,6 +9,7 @@ had or fails, pip does the same in minutes. Standard library only: nothing is in
 from __future__ import annotations
 
 import ast
+import json
 import os
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements.lock"
@@ -103,6 +105,15 @@ def by_pip(python: Path) -> str | None:
     return trouble or run(*install, "--no-deps", "--no-build-isolation", "--editable", ROOT)
 
 
+def of_another_clone(venv: Path) -> Path | None:
+    """The other clone, still there, whose code this environment has."""
+    for path in venv.glob("lib/python*/site-packages/quicksilver_lm-*.dist-info/direct_url.json"):
+        other = Path(urlsplit(json.loads(path.read_text(encoding="utf-8"))["url"]).path)
+        if other.is_dir() and other.resolve() != ROOT:
+            return other
+    return None
+
+
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code."""
     venv = Path(arguments[0] if arguments else ".venv")
@@ -117,6 +128,11 @@ def main(arguments: Sequence[str]) -> int:
         if trouble is not None:
             say(f"{venv} cannot be made: {trouble}")
             return 1
+    if (other := of_another_clone(venv)) is not None:
+        say(
+            f"{venv} is the environment of {other}, which would run this clone's code from now on: give another folder, make VENV=…"
+        )
+        return 1
     pinned = sum(1 for line in LOCK.read_text(encoding="utf-8").splitlines() if "==" in line)
     say(f"Installing the {pinned} packages of {LOCK.name} …")
     trouble = by_uv(python)

@@ -213,13 +213,12 @@ def chosen(signals: pd.DataFrame) -> list[Shown]:
 def _trajectory(axes: Axes, token: pd.DataFrame, one: Shown, i: int, x: str, y: str, label: str | None) -> None:
     colour, last = PALETTE[(0, 1, 3, 2)[i % 4]], token["layer"].max()
     end = one.until if one.until is not None and one.role != "carries both" else last
-    before, rest, at = token[token["layer"] <= end], token[token["layer"] >= end], token[token["layer"] == one.until]
+    before, at = token[token["layer"] <= end], token[token["layer"] == one.until]
     look: dict[str, Any] = {"linestyle": DASHES[i], "marker": MARKERS[i], "markersize": 3, "label": label}
     axes.plot(before[x], before[y], color=colour, zorder=3, **look)
-    if end < last:
-        dense_x = x if x == "layer" else f"dense_{x}"
-        draw.line(axes, rest[dense_x], rest[f"dense_{y}"], color=colour, linewidth=1.2, alpha=0.5, zorder=2)
     if one.until is not None:
+        dense_x, rest = x if x == "layer" else f"dense_{x}", token[token["layer"] >= one.until]
+        draw.line(axes, rest[dense_x], rest[f"dense_{y}"], color=colour, linewidth=1.2, alpha=0.5, zorder=2)
         mark: dict[str, Any] = {"marker": "*" if one.role == "halts" else "X", "markersize": 11, "markeredgewidth": 0.6}
         draw.points(axes, at[x], at[y], color=colour, markeredgecolor="black", zorder=4, **mark)
 

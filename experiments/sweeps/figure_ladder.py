@@ -191,7 +191,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
                 rungs.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             else:  # linear to 1 on either side of 0, where most are
                 rungs.set_yscale("symlog", linthresh=1)
-                rungs.set_ylabel(f"{label}; linear to 1, then log")
+                rungs.set_ylabel(f"{label}\n(linear to 1, then log)")
                 rungs.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=1, subs=(1, 2, 5)))
                 for plot in (rungs, others):
                     plot.axhline(0, color=GREY, linewidth=0.8, linestyle="-", marker="")

@@ -131,7 +131,10 @@ def _caption(drawn: pd.DataFrame, outcomes: Sequence[Outcome]) -> tuple[str, ...
             parts = [f"{one['words']} {one['depth_layers']} {_interval(one, 'beyond_random')}" for one in beyond]
             said.append(f"Lost beyond as many random tokens: {', '.join(parts)}.")
     missing = len(outcomes) - len(drawn)
+    above = drawn.groupby("task", sort=False)["above_chance"].first()
+    chance = [scores.TASKS[str(task)][0] for task, one in above.items() if not one] if above.any() else []
     return (
+        *((f"Not drawn: {' and '.join(chance)}, where the dense model is not above chance.",) if chance else ()),
         "Bars: 95% intervals, paired by example. So few examples show no loss as small as the paper's 0.2 points (`smallest_seen` in the data).",
         "Function words: a closed list of English, whole words of one token; content words: all other tokens with letters; the first token "
         "and the deciding last one of a prompt never stop. Stopped tokens are dropped: later layers do not see them.",

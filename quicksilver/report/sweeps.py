@@ -270,8 +270,11 @@ def draw_front(plot: Any, rows: pd.DataFrame, sweep: Sweep) -> list[tuple[float,
     plot.plot(best[gain], best[cost], color=PALETTE[1], linestyle="--", marker="", linewidth=1)
     if swept[f"{cost}_low"].min() > 0 and swept[cost].max() > _WIDE * swept[cost].min():
         plot.set_yscale("log")
-        for axis in (plot.yaxis.set_major_formatter, plot.yaxis.set_minor_formatter):
-            axis("{x:g}")
+        from matplotlib.ticker import LogLocator, NullFormatter
+
+        plot.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        plot.yaxis.set_major_formatter("{x:g}")
+        plot.yaxis.set_minor_formatter(NullFormatter())
     plot.set_title("\n".join(textwrap.wrap(sweep.title, 40)))
     plot.set_xlabel(SAVED[gain][1])
     plot.set_ylabel(f"Δ perplexity, % of {sweep.base or 'dense'}")

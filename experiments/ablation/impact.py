@@ -91,7 +91,7 @@ CUMULATIVE_ANSWERS: dict[str, AnsweredBy | tuple[AnsweredBy, ...]] = {
         one for step in ("halting", "kv_skipping", "fusion", "quantization") for one in _in_both(f"cumulative.{step}")
     ),
     "faq.domains.delta_ppl": AnsweredBy(
-        "continuation", _JOINT, note="of its three texts WikiText-103 is at hand: the ledger of it"
+        "continuation", _JOINT, note="of its three texts WikiText-103 has a ledger, and GLUE has scores (table tasks)"
     ),
 }
 ISOLATED_ANSWERS: dict[str, AnsweredBy | tuple[AnsweredBy, ...]] = {
@@ -103,7 +103,7 @@ ISOLATED_ANSWERS: dict[str, AnsweredBy | tuple[AnsweredBy, ...]] = {
         note="the sentence goes on: “correctness”, because the mask is causal; that order is kept here, and judged is perplexity",
     ),
     "figure7.degradation.lead_quality_points": AnsweredBy(
-        "continuation", "isolated.halting", of=least_degrading, note="halting and fusion"
+        "continuation", "isolated.halting", of=least_degrading, note="halting and fusion; intervals are added, not paired"
     ),
     **{f"section3.isolated.{mechanism}": _in_both(f"isolated.{mechanism}") for mechanism in ("halting", "fusion")},
 }

@@ -130,9 +130,8 @@ class ResultsFolder(Command):
     def check_there(self) -> None:
         """Refuse a folder that is not there: nothing can be shown of it."""
         if not Path(self.results_dir).is_dir():
-            raise ConfigError(
-                f"results_dir={self.results_dir}: there is no such folder. The first run makes it; or name another."
-            )
+            there = "that is a file" if Path(self.results_dir).exists() else "there is no such folder; the first run makes it"
+            raise ConfigError(f"results_dir={self.results_dir}: {there}.")
 
 
 @dataclass

@@ -167,10 +167,15 @@ def summary(record: Record) -> str:
     lines += [f"  {name:<12} {found.line()}" for name, result in results.items() if (found := record.found(name, result))]
     audit = record.found("audit", AuditResult)
     if audit is not None and audit.leaks and not record.lookahead:
-        remedy = "Set its `causal = False`, and measure it under protocol=continuation (docs/adding-a-module.md)."
-        lines.append(
-            f"  care         {'+'.join(record.config['modules'])} looks ahead: later tokens moved earlier logits. {remedy}"
+        also = (
+            ""
+            if record.protocol.name == "continuation"
+            else " Set its `causal = False`, and measure it under protocol=continuation."
         )
+        what = "looks ahead, or decides by something else than the tokens: later tokens moved earlier logits."
+        lines.append(f"  care         {'+'.join(record.config['modules'])} {what}{also}")
+    if record.dense is not None and record.quality.ppl == record.dense.ppl and record.flops_saved_pct("nominal") == 0:
+        lines.append("  care         nothing was decided: perplexity and operations are exactly those of dense inference.")
     lines += [f"  care         {warning}" for warning in record.timing_warnings]
     lines.append(f"  record       {record.path}")
     return "\n".join(lines)

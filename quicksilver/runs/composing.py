@@ -264,11 +264,11 @@ def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(f"--config-dir {folder}: there is no such folder.")
     for path in sorted((*folder.rglob("*.yaml"), *folder.rglob("*.yml"))):
-        where, content = str(path), None
+        where, content, why = str(path), None, _NO_KEYS
         try:
             check_yaml(path)
             content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-            why = "it is a list, not keys with values"
+            why = _of_no_use(path, folder, content) or why
         except (OSError, ValueError) as error:
             where, why = f"{path} cannot be read", str(error)
         except yaml.YAMLError as error:
@@ -276,10 +276,35 @@ def _check_folder(folder: Path) -> None:
             where += ("" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}") + " is no yaml"
             why = getattr(error, "problem", None) or str(error).splitlines()[0]
         if isinstance(content, dict):
-            if isinstance(content.get("defaults", []), list):
+            if not isinstance(content.get("defaults", []), list):
+                why = "its `defaults` are no list"
+            elif why == _NO_KEYS:
                 continue
-            why = "its `defaults` are no list"
         raise ConfigError(f"{where}: {why}. Mend the file, or take it out of --config-dir.")
+
+
+_NO_KEYS = "it is a list, not keys with values"
+
+
+def _of_no_use(path: Path, folder: Path, content: Any) -> str:
+    """Why Hydra would leave a file of a person's own unread, or take it for another; "": it would not."""
+    group = path.parent.relative_to(folder).as_posix()
+    if group not in GROUPS or folder.resolve() == config_dir().resolve():
+        return ""
+    known = choices(group)
+    if path.stem in known:
+        return f"the package has {group}={path.stem}, which would be taken: give the file another name"
+    if isinstance(content, dict) and group in ("model", "dataset") and content.get("name") in known:
+        return f"its name: {content['name']} is that of a {group} of the package: give it another"
+    if not content:
+        return "it is empty"
+    if (
+        group == "modules"
+        and isinstance(content, dict)
+        and not re.search(r"^#\s*@package\s+", path.read_text("utf-8", "replace"), re.MULTILINE)
+    ):
+        return f"it lacks its first line: # @package modules.{path.stem}"
+    return ""
 
 
 def check_yaml(path: Path) -> None:

@@ -117,15 +117,18 @@ def _config_folder(config: ModelConfig, root: Path | None) -> Path:
 def measured_speed(dtype: str, device_map: str, *, seconds: float = 1.0, size: int = 1024) -> Speed:
     """The speed of a matrix product (size, size) in samples of together about `seconds`; eight times as wide on a GPU."""
     import torch
-    from torch.utils.benchmark import Timer
-
     device = "cuda" if torch.cuda.is_available() and device_map != "cpu" else "cpu"
     size = size * 8 if device == "cuda" else size
     one = torch.randn(size, size, device=device).to(getattr(torch, dtype))
-    timer = Timer("one @ one", globals={"one": one}, num_threads=torch.get_num_threads())
     took_s = []
     for _ in range(_SAMPLES):
-        took_s.append(timer.blocked_autorange(min_run_time=seconds / _SAMPLES).mean)
+        began, calls = time.perf_counter(), 0
+        while time.perf_counter() - began < seconds / _SAMPLES:
+            one @ one
+            if device == "cuda":
+                torch.cuda.synchronize()
+            calls += 1
+        took_s.append((time.perf_counter() - began) / calls)
         time.sleep(seconds / _SAMPLES)
     middle = statistics.median(took_s)
     return Speed(2 * size**3 / middle, device, middle / max(took_s), middle / min(took_s))

@@ -23,7 +23,7 @@ from functools import lru_cache
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hydra._internal.core_plugins import file_config_source
 from hydra._internal.sources_registry import SourcesRegistry
@@ -35,6 +35,7 @@ from quicksilver.data.annotation import TOKEN_SETS, token_set
 from quicksilver.measure.measurement import Measurement
 from quicksilver.runs.choices import config_dir, explain, suggest
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.options import checks_of
 
 if TYPE_CHECKING:
     from quicksilver.runtime.module import RuntimeModule
@@ -265,6 +266,11 @@ def build_modules(entries: Mapping[str, Any], tokenizer: Any = None) -> list[Any
                 arguments[key] = _token_ids(f"modules.{name}.{key}", value, tokenizer)
         try:
             built.append(cls(**arguments))
+            if not cls.__module__.startswith("quicksilver."):
+                for option, check in checks_of(
+                    cast("Any", cls)
+                ):  # a `__post_init__` of one's own takes the place of the one that does this
+                    check(option, getattr(built[-1], option))
         except ConfigError as error:
             raise ConfigError(f"modules.{name}: {error}") from error
         except (TypeError, ValueError) as error:

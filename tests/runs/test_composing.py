@@ -12,7 +12,7 @@ from quicksilver.runs import composing
 from quicksilver.runs.choices import choices
 from quicksilver.runs.composing import hydra_started, quoted
 from quicksilver.runs.config import RunConfig, compose, run_config
-from quicksilver.runs.parts import build_measurements
+from quicksilver.runs.parts import build_measurements, build_modules
 from quicksilver.runtime.errors import ConfigError
 
 RUNS = [
@@ -67,6 +67,30 @@ def test_a_mistake_is_said_as_hydra_s_of_these_very_words(words):
     with pytest.raises(ConfigError) as among_many:
         compose(words)
     assert str(among_many.value) == str(alone.value)
+
+
+@pytest.mark.parametrize(("name", "content", "says"), [
+    ("modules/halting.yaml", "# @package modules.halting\n_target_: mine.Mine\n", "the package has modules=halting"),
+    ("dataset/python-docs.yaml", "reader: text\n", "the package has dataset=python-docs"),
+    ("dataset/d7.yaml", "name: python-docs\nreader: text\n", "is that of a dataset of the package"),
+    ("modules/mine.yaml", "", "it is empty"),
+    ("modules/mine.yaml", "_target_: mine.Mine\n", "# @package modules.mine"),
+])  # fmt: skip
+def test_a_file_of_one_s_own_that_would_not_be_read_is_named(tmp_path, name, content, says):
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=says):
+        compose(["modules=[halting_attention]", "protocol=continuation"], [tmp_path])
+
+
+def test_an_option_of_another_type_is_refused_where_post_init_is_one_s_own(tmp_path, monkeypatch):
+    (tmp_path / "careless.py").write_text(
+        "from dataclasses import dataclass\nfrom quicksilver.runtime import TokenPolicy\n\n@dataclass\nclass Careless(TokenPolicy):\n"
+        "    share: float = 0.1\n\n    def __post_init__(self):\n        pass\n\n    def decide(self, view, tokens):\n        pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="share='lots' is not a number"):
+        build_modules({"careless": {"_target_": "careless.Careless", "share": "lots"}})
 
 
 def test_folders_of_the_user_s_own_are_searched_and_read_again_when_they_change(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -223,8 +224,13 @@ class New(Command):
         kind, name = (*self.names, "", "")[:2]
         if kind not in FILES:
             raise ConfigError(f"{kind or 'nothing'}: say what to write: quicksilver new {'|'.join(FILES)} NAME.")
-        if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-            raise ConfigError(f"{name or 'no name'}: a name begins with a-z and has only a-z, 0-9 and _, such as my_{kind}.")
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+            raise ConfigError(
+                f"{name or 'no name'}: a name begins with a-z and has only a-z, 0-9 and _, and is no word of Python, such as my_{kind}."
+            )
+        clone = experiments_folder().resolve().parent
+        if kind == "table" and self.folder is None and not Path.cwd().is_relative_to(clone):
+            raise ConfigError(f"A table goes into {clone / 'experiments'}: type this in {clone}, or give folder=.")
         if kind == "table" and experiments_folder().resolve().parent == Path(__file__).resolve().parents[2]:
             raise ConfigError(
                 "A table needs a clone of the repository, where `quicksilver reproduce` finds it: git clone, then make environment."

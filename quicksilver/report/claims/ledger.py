@@ -74,7 +74,7 @@ COLUMNS = [
 ]
 _NUMBERS = ("target_low", "target_high", "measured", "measured_low", "measured_high", "noise_floor", "lookahead")
 LEGEND = (
-    "measured: with its 95% interval, a time with the quartiles of its rounds; of several protocols each has its row. noise: of the clock; a difference inside it is none. Perplexity is compared in percent of dense perplexity, "
+    "measured: with its 95% interval, a time with the quartiles of its rounds or the range of its processes; of several protocols each has its row. noise: of the clock; a difference inside it is none. Perplexity is compared in percent of dense perplexity, "
     "operations in the paper's ledger, time in percent of dense inference in the same process.",
     "reproduced: the interval reaches the claim and rules out that it is wrong by nearly its whole size. partly: it rules that out and does "
     "not reach the claim. not reproduced: neither. A saving is judged no better than the quality claimed with it, by the same run: where that "

@@ -471,7 +471,7 @@ FORMULAS: dict[str, Callable[..., Computed]] = {
     ),
     "below": lambda guided, static: Computed(f"{guided:g} against {static:g}", guided < static),
     "not_the_largest": lambda fusion, **others: Computed(
-        f"{fusion:g}%, and the others {', '.join(f'{one:g}' for one in others.values())}%", fusion < max(others.values())
+        f"{fusion:g}, and the others {', '.join(f'{one:g}' for one in others.values())}", fusion < max(others.values())
     ),
     "inside_grid": lambda low, high, low_grid, high_grid: Computed(
         f"({low:g}, {high:g}) was found in {low_grid[0]:g}…{low_grid[1]:g} × {high_grid[0]:g}…{high_grid[1]:g}",

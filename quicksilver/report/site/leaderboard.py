@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from quicksilver.measure.audit import AuditResult
 from quicksilver.measure.measurement import encoded
 from quicksilver.records.record import Record
 from quicksilver.report.site.collection import NamedRecord, varied
@@ -96,7 +97,8 @@ def boards(runs: Iterable[NamedRecord]) -> list[Board]:
 def _counts(record: Record, row: Mapping[str, Any]) -> bool:
     if record.protocol.name != "continuation" or record.execution != "compact" or record.lookahead:
         return False
-    return row.get(COST) is not None and (row.get(SAVED) or 0.0) > 0
+    audit = record.found("audit", AuditResult)
+    return row.get(COST) is not None and (row.get(SAVED) or 0.0) > 0 and not (audit is not None and audit.leaks)
 
 
 def _setting(record: Record) -> str:

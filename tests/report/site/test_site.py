@@ -20,6 +20,7 @@ from harness_world import make_world
 from thinning import first
 
 from quicksilver.cli import main as console
+from quicksilver.measure.audit import AuditResult
 from quicksilver.records.identity import ProtocolEntry
 from quicksilver.records.record import CHECKSUM, RECORD, Record, checksum
 from quicksilver.records.store import Store
@@ -307,6 +308,7 @@ def test_a_board_has_of_each_method_what_no_other_setting_beats_with_its_far_con
             "lookahead": (),
             "config": {"modules": {method: {"save": saved, "kind": "k"}}},
             "modules": (method,),
+            "found": lambda name, result: None,
         } | other
         model = SimpleNamespace(name="m", weights_digest="w", dtype="float32")
         record = SimpleNamespace(data=SimpleNamespace(name=text, windows=8), model=model, **told)
@@ -321,7 +323,9 @@ def test_a_board_has_of_each_method_what_no_other_setting_beats_with_its_far_con
     cheap, everywhere = run("docs", "b", 10, 0.01), run("wiki", "a", 1, 1, protocol=ProtocolEntry("all", 64, 0, 1))
     again = run("docs", "a", 40, 0.1)  # of equal settings the timed one
     best.row = {**best.row, "prompt_speedup_pct": 1.0}
-    (board,) = boards([again, worse, other, far, best, cheap, nothing, masked, everywhere])
+    leak = AuditResult(5.0, 10.0, 3, [1, 2, 3])
+    sees = run("docs", "e", 90, 0.0, found=lambda name, result: leak if name == "audit" else None)
+    (board,) = boards([sees, again, worse, other, far, best, cheap, nothing, masked, everywhere])
     assert (board.model, board.text) == ("m", "docs")
     rows = [(cheap, "b", "save=10", True, None), (best, "a", "", True, far), (other, "b", "save=20", False, None)]
     assert board.entries == rows

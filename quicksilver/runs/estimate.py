@@ -117,6 +117,7 @@ def _config_folder(config: ModelConfig, root: Path | None) -> Path:
 def measured_speed(dtype: str, device_map: str, *, seconds: float = 1.0, size: int = 1024) -> Speed:
     """The speed of a matrix product (size, size) in samples of together about `seconds`; eight times as wide on a GPU."""
     import torch
+
     device = "cuda" if torch.cuda.is_available() and device_map != "cpu" else "cpu"
     size = size * 8 if device == "cuda" else size
     one = torch.randn(size, size, device=device).to(getattr(torch, dtype))

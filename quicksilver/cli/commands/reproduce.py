@@ -145,7 +145,7 @@ def _source(records: str, jobs: Sequence[Job]) -> str:
     """Where the numbers of a result come from, in one line."""
     if records == "any":
         return "records=any: records of any machine"
-    made = [job.record for job in jobs if job.record is not None]
+    made = {job.record.fingerprint: job.record for job in jobs if job.record is not None}.values()
     reused = [one.confirmed.windows for one in made if one.confirmed is not None and one.confirmed.agrees]
     if not reused:
         return f"records={records}: all measured on this machine"

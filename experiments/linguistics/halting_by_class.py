@@ -7,7 +7,7 @@ frequency, position or spelling; the third what a model of position and frequenc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -100,15 +100,34 @@ def _by_window(record: Record, *classes: str) -> tuple[np.ndarray[Any, Any], np.
     return tuple(np.bincount(tokens["window"], weights=one.astype(float)) for one in (member, halted))  # type: ignore[return-value]
 
 
+def _by_paper_counts(record: Record, of: Callable[..., Any]) -> Estimate:
+    """`of` the rate of each class of the paper, weighted by Table 12's count of it, as another text mixes them otherwise."""
+    counts = np.array([reported()[str(CLASSES[one][1])].values["tokens"] for one in _OF_THE_PAPER])
+    sums = [one for name in _OF_THE_PAPER for one in _by_window(record, name)]
+
+    def weighted(*drawn: Any) -> Any:
+        rates = (halted.sum(-1) / np.maximum(n.sum(-1), 1) for n, halted in zip(drawn[::2], drawn[1::2], strict=True))
+        return of(dict(zip(_OF_THE_PAPER, (count * rate for count, rate in zip(counts, rates, strict=True)), strict=True)))
+
+    return Estimate.of(bootstrap(weighted, *sums))
+
+
+def _counted_by_paper(*classes: str) -> float:
+    return float(sum(reported()[str(CLASSES[one][1])].values["tokens"] for one in classes))
+
+
+def _share_of_halted(halted: Mapping[str, Any]) -> Any:
+    return 100 * sum(halted[one] for one in (*_EARLY, *_LATER)) / np.maximum(sum(halted.values()), 1e-9)
+
+
 def _predominant(record: Record) -> Estimate:
-    (_, ours), (_, halted) = _by_window(record, *_EARLY, *_LATER), _by_window(record, *_OF_THE_PAPER)
-    return Estimate.of(bootstrap(lambda a, b: 100 * a.sum(-1) / np.maximum(b.sum(-1), 1), ours, halted))
+    """Function words among the halted tokens, percent."""
+    return _by_paper_counts(record, _share_of_halted)
 
 
 def _beyond_their_share(record: Record) -> Estimate:
-    (tokens, ours), (every, halted) = _by_window(record, *_EARLY, *_LATER), _by_window(record, *_OF_THE_PAPER)
-    sums = (ours, halted, tokens, every)
-    return Estimate.of(bootstrap(lambda a, b, c, d: 100 * (a.sum(-1) / np.maximum(b.sum(-1), 1) - c.sum(-1) / d.sum(-1)), *sums))
+    chance = 100 * _counted_by_paper(*_EARLY, *_LATER) / _counted_by_paper(*_OF_THE_PAPER)
+    return _by_paper_counts(record, lambda halted: _share_of_halted(halted) - chance)
 
 
 def _lower(record: Record) -> Estimate | None:
@@ -146,16 +165,10 @@ def _after_content_words(record: Record) -> Estimate:
 
 
 def _more_than_content_words(record: Record) -> Estimate:
-    """Rate of function words, their classes weighted by Table 12's own counts, less that of content words, in points."""
-    classes = (*_EARLY, *_LATER)
-    counts = np.array([reported()[str(CLASSES[one][1])].values["tokens"] for one in classes])
-    sums = [one for name in (*classes, "content") for one in _by_window(record, name)]
-
-    def apart(*drawn: Any) -> Any:
-        *rates, content = (halted.sum(-1) / np.maximum(n.sum(-1), 1) for n, halted in zip(drawn[::2], drawn[1::2], strict=True))
-        return 100 * (sum(share * rate for share, rate in zip(counts / counts.sum(), rates, strict=True)) - content)
-
-    return Estimate.of(bootstrap(apart, *sums))
+    """Rate of function words less that of content words, in points."""
+    function, content = _counted_by_paper(*_EARLY, *_LATER), _counted_by_paper("content")
+    rate = lambda halted: sum(halted[one] for one in (*_EARLY, *_LATER)) / function
+    return _by_paper_counts(record, lambda halted: 100 * (rate(halted) - halted["content"] / content))
 
 
 _EARLY, _LATER = ("determiner", "preposition", "conjunction"), ("pronoun", "auxiliary")
@@ -164,7 +177,7 @@ _LOWEST = _answer(*_EARLY, note="the lowest of determiners, prepositions and con
 _ANSWERS = {f"{claim}.halted_share_pct": _answer(name) for name, (_, claim) in CLASSES.items() if claim is not None}
 _ANSWERS |= {f"{entry}.function_words.halted_share_pct": _LOWEST for entry in ("section2", "s1")}
 _ANSWERS["m.content_words.halted_share_pct"] = _answer("content")
-_NOTED = "of the tokens of the paper's classes that halt by half of the depth, by its tags"
+_NOTED = "of the tokens of the paper's classes that halt by half of the depth, weighted by Table 12's own counts"
 _ANSWERS["section2.predominantly"] = AnsweredBy(
     runs.HALTING, runs.MAIN, of_record=_predominant, beyond_chance=_beyond_their_share, note=_NOTED
 )

@@ -143,7 +143,7 @@ def _figure(outcomes: Sequence[Outcome], name: str, title: str, sentence: str) -
         for column, panel in enumerate(PROTOCOLS):
             for plot, measure in zip(axes[:, column], MEASURES, strict=True):
                 _reasons(plot, frame[frame["panel"] == panel].to_dict("records"), measure)
-        said = "measured, 95% interval; of time: quartiles"
+        said = "measured, 95% interval; of time: quartiles or range"
         handles = [
             Patch(facecolor=PALETTE[2], edgecolor="black", linewidth=0.5, label=said),
             Line2D([], [], **_DIAMOND, label="the paper (GPT-2 774M, A100)"),

@@ -164,7 +164,6 @@ SAVED_EVERY_S = 20.0
 Progress = Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]]
 
 
-@torch.no_grad()
 def check_source_layers(architecture: Architecture, layers: Sequence[int]) -> None:
     """Refuse none, and layers after which there is none."""
     last = architecture.n_layers - 2
@@ -172,6 +171,7 @@ def check_source_layers(architecture: Architecture, layers: Sequence[int]) -> No
         raise ConfigError(f"layers={list(layers)}: give layers from 0 to {last}, which have one after them.")
 
 
+@torch.no_grad()
 def fit_translators(
     architecture: Architecture,
     text: FitText,

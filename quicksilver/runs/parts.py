@@ -267,9 +267,8 @@ def build_modules(entries: Mapping[str, Any], tokenizer: Any = None) -> list[Any
         try:
             built.append(cls(**arguments))
             if not cls.__module__.startswith("quicksilver."):
-                for option, check in checks_of(
-                    cast("Any", cls)
-                ):  # a `__post_init__` of one's own takes the place of the one that does this
+                # A `__post_init__` of one's own takes the place of the one that does this.
+                for option, check in checks_of(cast("Any", cls)):
                     check(option, getattr(built[-1], option))
         except ConfigError as error:
             raise ConfigError(f"modules.{name}: {error}") from error

@@ -229,12 +229,12 @@ class New(Command):
                 f"{name or 'no name'}: a name begins with a-z and has only a-z, 0-9 and _, and is no word of Python, such as my_{kind}."
             )
         clone = experiments_folder().resolve().parent
-        if kind == "table" and self.folder is None and not Path.cwd().is_relative_to(clone):
-            raise ConfigError(f"A table goes into {clone / 'experiments'}: type this in {clone}, or give folder=.")
-        if kind == "table" and experiments_folder().resolve().parent == Path(__file__).resolve().parents[2]:
+        if kind == "table" and clone == Path(__file__).resolve().parents[2]:  # the installed package
             raise ConfigError(
                 "A table needs a clone of the repository, where `quicksilver reproduce` finds it: git clone, then make environment."
             )
+        if kind == "table" and self.folder is None and not Path.cwd().is_relative_to(clone):
+            raise ConfigError(f"A table goes into {clone / 'experiments'}: type this in {clone}, or give folder=.")
         group = {"module": "modules", "family": "model"}.get(kind, kind)
         if name in choices(group) or (kind in ("module", "family") and find_spec(name)):
             raise ConfigError(

@@ -43,7 +43,7 @@ def by_layer(record: Record) -> pd.DataFrame:
             counts = {"tokens": one.valid, "active": active, "halted": one.valid & ~active & ~carried, "carried": carried}
             counts |= {"kv": one.kv_present(layer), **{f"bits_{width}": active & (bits == width) for width in WIDTHS}}
             frames.append(_summed(counts, window, part=part, layer=layer + 1))
-    return pd.concat(frames).groupby(["window", "part", "layer"], sort=False, as_index=False).sum()
+    return _joined(frames, "window", "part", "layer")
 
 
 def of_prompts(record: Record, *columns: str) -> pd.DataFrame:
@@ -67,13 +67,20 @@ def by_branch(record: Record) -> pd.DataFrame:
         counts = {"tokens": one.valid, "halted": halted, "merged": merged, "full": one.valid & ~halted & ~merged}
         counts |= {"halted_layers": halted * (one.halt_layer.long() + 1), "merged_layers": merged * (one.fused_layer.long() + 1)}
         frames.append(_summed(counts, window, part=part))
-    return pd.concat(frames).groupby(["window", "part"], sort=False, as_index=False).sum()
+    return _joined(frames, "window", "part")
 
 
-def _summed(counts: dict[str, Any], window: int, **keys: Any) -> pd.DataFrame:
-    """Sums over the tokens of each window, from masks or numbers (windows, tokens)."""
-    found = pd.DataFrame({name: values.sum(1).numpy() for name, values in counts.items()})
-    return found.assign(window=range(window, window + len(found)), **keys)
+def _summed(counts: dict[str, Any], window: int, **keys: Any) -> dict[str, np.ndarray]:
+    """Columns of sums over the tokens of each window, from masks or numbers (windows, tokens)."""
+    found = {name: values.sum(1).numpy() for name, values in counts.items()}
+    size = len(next(iter(found.values())))
+    return found | {"window": np.arange(window, window + size)} | {name: np.full(size, key) for name, key in keys.items()}
+
+
+def _joined(columns: Sequence[dict[str, np.ndarray]], *keys: str) -> pd.DataFrame:
+    """One frame of them, rows with the same `keys` summed."""
+    whole = pd.DataFrame({name: np.concatenate([one[name] for one in columns]) for name in columns[0]})
+    return whole.groupby([*keys], sort=False, as_index=False).sum()
 
 
 def _passes(record: Record) -> Iterator[tuple[int, str, PassTrace]]:

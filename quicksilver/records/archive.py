@@ -131,10 +131,20 @@ def windows(folder: Path, fingerprint: str, entry: Mapping[str, Any]) -> pd.Data
 
     path = folder / WINDOWS
     try:
-        table, places = _windows_of(path, state(path))
-        rows = table.slice(*places[fingerprint])
-        columns = {name: rows[name].to_pylist() if rows[name].null_count else rows[name].to_numpy() for name in entry["columns"]}
-        frame = pd.DataFrame({name: pd.Series(columns[name], dtype=kind) for name, kind in entry["columns"].items()})
+        table, arrays, places = _windows_of(path, state(path))
+        first, count = places[fingerprint]
+        columns = {}
+        for name in entry["columns"]:
+            values, there = arrays[name]
+            rows = slice(first, first + count)
+            columns[name] = values[rows] if there[rows].all() else table[name].slice(first, count).to_pylist()
+        # Only a column of another type is converted: that takes ten times as long. Of objects pandas would guess a type.
+        kinds = {
+            name: kind
+            for name, kind in entry["columns"].items()
+            if kind == "object" or kind != str(getattr(columns[name], "dtype", ""))
+        }
+        frame = pd.DataFrame(columns | {name: pd.Series(columns[name], dtype=kind) for name, kind in kinds.items()})
         whole = _digest(frame) == entry["sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
@@ -174,16 +184,24 @@ def _lines(path: Path, _: _State) -> Mapping[str, bytes]:
 
 
 @lru_cache(maxsize=4)
-def _windows_of(path: Path, _: _State | None) -> tuple[pa.Table, Mapping[str, tuple[int, int]]]:
-    """The whole file, and first row and number of rows of each record."""
+def _windows_of(path: Path, _: _State | None) -> tuple[pa.Table, Mapping[str, tuple[Any, Any]], Mapping[str, tuple[int, int]]]:
+    """The whole file; each column's values (zero where it has none), and where it has one; first row and number of rows of each record."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
     table = pq.ParquetFile(path).read().combine_chunks()
+    arrays = {}
+    for name in table.column_names:
+        column = table[name]
+        is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
+        values = pc.fill_null(column, 0) if is_number else column
+        arrays[name] = values.to_numpy(), pc.is_valid(column).to_numpy()
     places: dict[str, tuple[int, int]] = {}
     for row, name in enumerate(table[_OF].to_pylist()):
         first, count = places.get(name, (row, 0))
         places[name] = (first, count + 1)
-    return table, places
+    return table, arrays, places
 
 
 def _digest(frame: pd.DataFrame) -> str:

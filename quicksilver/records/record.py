@@ -139,14 +139,22 @@ class Record:
         Raises:
             ConfigError: what is there is not what the class says.
         """
+        if (name, result) in self._results:
+            return typing.cast("R | None", self._results[name, result])
         section = name if result.section is None else result.section
         content = self.content if section == "" else self.content.get(section)
         if content is None or (section == "" and not content.keys() & {field.name for field in _required(result)}):
             return None
         try:
-            return result.from_json(content)
+            self._results[name, result] = result.from_json(content)
         except Mistyped as error:
             raise _corrupt(self.path, f"{RECORD}, {section or name}: {error}") from error
+        return typing.cast("R", self._results[name, result])
+
+    @cached_property
+    def _results(self) -> dict[tuple[str, type[Result]], Result]:
+        """What `found` has read: a ledger asks for it again and again."""
+        return {}
 
     @cached_property
     def quality(self) -> QualityResult:
@@ -240,6 +248,15 @@ class Record:
             if column not in frame or not math.isclose(float(frame[column].sum()), float(total or 0), rel_tol=1e-6):
                 raise _corrupt(self.path, f"{column} of {WINDOWS} does not add up to {total} in {RECORD}")
         return frame
+
+    @cached_property
+    def _whole(self) -> bool:
+        """True, or the ConfigError of `check_files`; read once, as `load_record` gives another object for files that changed."""
+        for name in self.files:
+            self._checked(name)
+        if self.is_kept:
+            _ = self.windows  # against the digest of its rows
+        return True
 
     def _checked(self, name: str) -> Path:
         path = self.path / name
@@ -457,10 +474,7 @@ def check_files(record: Record) -> None:
     Raises:
         ConfigError: one is not the file that was recorded.
     """
-    for name in record.files:
-        record._checked(name)
-    if record.is_kept:
-        _ = record.windows  # against the digest of its rows
+    _ = record._whole
 
 
 def _corrupt(folder: Path, why: str) -> ConfigError:

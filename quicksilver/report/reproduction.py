@@ -14,7 +14,7 @@ from quicksilver.files import write_files
 from quicksilver.records.store import KEPT
 from quicksilver.report.artefacts import Artefact, Outcome, Row, artefacts
 from quicksilver.report.table import markdown, read
-from quicksilver.runs.jobs import Answer, Job, RecordIndex, make_job
+from quicksilver.runs.jobs import FAILED, Answer, Job, RecordIndex, make_job
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:
@@ -112,6 +112,8 @@ def recorded(
             job.record = None
             job.fail(error)
             found.append(Outcome(row, reason=job.reason))
+        if job.reason == FAILED:
+            found[-1] = Outcome(row, reason=f"{FAILED}: {str(job.error).partition(': ')[0]}")
     return found
 
 

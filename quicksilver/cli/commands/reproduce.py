@@ -92,9 +92,11 @@ class Reproduce(MakesRuns):
             from quicksilver.runs.estimate import check_time, estimates, not_here, table, without_record
 
             if self.plan:
-                left = without_record(missing)
-                print(table(estimates(left), not_here(left)), flush=True)
-                return 0
+                left, refused = without_record(missing), [job for job in every if job.error is not None]
+                if left or not refused:
+                    print(table(estimates(left), not_here(left)), flush=True)
+                explain(refused, "No run of")
+                return 1 if refused else 0
             check_time(missing, self.yes)
         make_side_by_side(every, self.workers, watch=watched)
         # What is left reads a clock, and is made alone: runs of one text after one another, so that each is read and scored densely once.

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.container import ErrorbarContainer
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
 
 _PLAIN: Mapping[str, Any] = {"linestyle": "-", "marker": ""}  # not the dashes and markers that the style goes through
 _RULE: Mapping[str, Any] = {"color": "black", "linewidth": 0.8, **_PLAIN}
@@ -44,6 +46,12 @@ def keys_of(
     """Legend patches of those states in `looks` that are present, called as in `labels` or by their names."""
     there = set(present)
     return [Patch(label=labels.get(name, name), **{**look, **own}) for name, own in looks.items() if name in there]
+
+
+def with_halo(bars: ErrorbarContainer) -> None:
+    """A white outline around error bars, so that they can be seen in dark bars."""
+    for part in bars.get_children():
+        part.set_path_effects([withStroke(linewidth=2.6, foreground="white")])
 
 
 def legend_above(axes: Axes, handles: Sequence[Any] | None = None, **options: Any) -> None:

@@ -25,6 +25,7 @@ from quicksilver.report.figure import HATCHES, PALETTE, Figure, panels, style, w
 from quicksilver.report.provenance import notes, timings
 from quicksilver.report.table import ENDS, number, numbers
 
+from .. import drawing as draw
 from .techniques import MECHANISMS
 
 PROTOCOLS = {"all": "protocol all", "continuation": "protocol continuation"}
@@ -213,9 +214,9 @@ def _bars(axes: Axes, members: Sequence[Mapping[str, Any]], measure: str) -> Non
             if low is not None and high is not None:
                 end = high if value >= 0 else low
                 look: dict[str, Any] = {"color": "black", "linewidth": 1, "capsize": 2, "marker": "", "linestyle": ""}
-                axes.errorbar(place, value, yerr=whiskers(value, low, high), **look)
+                draw.with_halo(axes.errorbar(place, value, yerr=whiskers(value, low, high), **look))
             look = {"textcoords": "offset points", "ha": "center", "va": "bottom" if value >= 0 else "top"}
-            axes.annotate(f"{value:+.1f}", (place, end), xytext=(0, 3 if value >= 0 else -3), weight="bold", **look)
+            axes.annotate(f"{value:+.1f}", (place, end), xytext=(0, 3 if value >= 0 else -6), weight="bold", **look)
         if measure == "delta_ppl_pct":
             chance, low, high = numbers(row, "null_delta_ppl_pct")
             if chance is not None and low is not None and high is not None:

@@ -86,7 +86,7 @@ _TAKEN_AWAY, _CONTROLS = "At 40%, one part taken away", "Controls at 40%: maps f
 # panel -> title, rows by section, what its runs have besides
 TWO_MODELS: dict[str, tuple[str, dict[str, Members], tuple[str, ...]]] = {
     "continuation": (
-        "The model and text that were asked for",
+        "The model and text of the command",
         {_OURS: SCHEDULES, _GATES: GATES, _TAKEN_AWAY: WITHOUT, _CONTROLS: CONTROLS, _FORMATS: FORMATS},
         (),
     ),
@@ -194,7 +194,7 @@ def figure_far_context(outcomes: Sequence[Outcome], name: str) -> Figure:
     saved = found["prompt_executed_flops_saved_pct"]
     work = f" Each saves {saved.min():.0f} to {saved.max():.0f}% of the prompt's work." if len(found) else ""
     caption = (
-        f"Perplexity of the tokens after a prompt whose answers stand far back.{work} Round and red: K/V are predicted. Bars: 95% intervals, "
+        f"Perplexity of the tokens after a prompt whose answers stand far back.{work} Round: K/V are predicted. Bars: 95% intervals, "
         "paired by window.",
         *provenance.notes(outcomes),
     )

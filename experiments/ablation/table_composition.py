@@ -87,7 +87,7 @@ def _test_rows() -> Iterator[Row]:
     yield row("", "preset", "Dropped, then predicted", ())
     for name, what in NAMES.items():
         yield row("One ingredient added", f"add.{name}", f"+ {what}", (name,))
-    yield row("Composed", "all", f"with {', '.join(NAMES[name] for name in ALL)}", ALL)
+    yield row("Composed", "all", f"with {' + '.join(NAMES[name] for name in ALL)}", ALL)
     left_out = "One left out of the composition"
     for name in ALL:
         yield row(left_out, f"out.{name}", f"− {NAMES[name]}", [other for other in ALL if other != name])
@@ -153,10 +153,10 @@ def choices(there: Mapping[str, Outcome], measured: pd.DataFrame) -> tuple[str, 
                 "most bytes saved at no significant rise of KL",
             )
         else:
-            best, why = kl[skipping].idxmin(), "none without a significant rise of KL, this one the least"
-        said.append(f"Chosen: {best} ({why}).")
+            best, why = kl[skipping].idxmin(), "each raises KL significantly; this one least"
+        said.append(f"Chosen: {measured.at[best, 'technique']} ({why}).")
     if fusing := [key for key in there if key.startswith("fusion")]:
-        said.append(f"Chosen: {kl[fusing].idxmin()} (least KL).")
+        said.append(f"Chosen: {measured.at[kl[fusing].idxmin(), 'technique']} (least KL).")
     return tuple(said)
 
 

@@ -260,7 +260,7 @@ def figure_layer_times(outcomes: Sequence[Outcome], name: str) -> Figure:
         axes[0, 0].set_ylabel("time, % of the same layer's\nin the record's dense pass")
         legend_below(drawing, axes[0, 0].get_legend_handles_labels()[0], ncols=len(GROUPS))
     caption = (
-        "Medians over rounds of one pass over a batch of prompts. Each record is compared with the dense pass that took turns with it. Grey line: "
+        "Medians over rounds of one pass over a batch of prompts, without the tokens after them. Each record is compared with the dense pass that took turns with it. Grey line: "
         "that pass. Embedding and output head belong to no layer.",
         "The components are timed in a pass of their own; Table 7 compares their sum with an untouched pass.",
         *provenance.notes(outcomes),

@@ -118,10 +118,10 @@ def energy_note(outcomes: Sequence[Outcome]) -> str:
     if found is None:
         return "Energy: not measured."
     how = (
-        f"{found.method} ({'a counter' if found.measured else 'an estimate: it follows the clock and knows nothing more'}); "
+        f"{found.method} ({'a counter' if found.measured else 'estimated from the clock'}); "
         f"{found.rest_w:.3g} W at rest subtracted; {found.grid_kg_per_kwh:.3g} kg CO₂ per kWh ({found.country_iso_code})"
     )
-    return f"Energy: {how}. Joules per token processed come first; grams are joules times the grid factor."
+    return f"Energy: {how}. Grams of CO₂ are joules times the grid factor."
 
 
 # --- deployment -------------------------------------------------------------------------------------------------------------------
@@ -197,7 +197,8 @@ def table_deployment(outcomes: Sequence[Outcome], name: str) -> Table:
     legend = (
         f"One request at a time through generate(), greedy: {said}. Run and dense take turns; the dense row is the dense record's own.",
         f"saved: mean time per token, in percent of dense inference, round by round. {comparison.NOISE}",
-        "p99: - where fewer than 100 tokens were timed. tokens/s: over the whole call, prompt included.",
+        "p99: - where fewer than 100 tokens were timed. tokens/s: over the whole call, prompt included; it is not paired with dense, `saved` is.",
+        "in budget: share of tokens made within that many ms. ±: half of the distance between the quartiles.",
     )
     notes = (*comparison.noise_note(found, "a token's time"), *provenance.notes(outcomes))
     panel = Panel(PANEL, "Batch 1, greedy", columns, notes)
@@ -271,6 +272,7 @@ def table_memory(outcomes: Sequence[Outcome], name: str) -> Table:
     legend = (
         "KV cache of one batch after its last token. billed: bytes that the decisions ask for; resident: bytes in the tensors; "
         "saved: of resident bytes, in percent of dense.",
+        "last layer %: the same of the last layer alone.",
         "ΔM: what App. J's formula says is saved, N_halted · d_kv · h · 2 summed over layers. The formula leaves out two "
         "things: halted tokens that keep their K/V, and entries that are skipped, merged or stored in another format.",
         "peak of tensors: the most bytes that torch's allocator held during the batch, above what it held before (the weights); "

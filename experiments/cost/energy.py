@@ -27,6 +27,7 @@ from quicksilver.report.figure import GREY, HATCHES, PALETTE, Figure, panels, st
 from quicksilver.report.table import ENDS, NO_VALUE, Column, Lines, Panel, Table, number, numbers, signed, time_cell
 from quicksilver.runtime.errors import ConfigError
 
+from .. import drawing as draw
 from ..ablation.impact import folded
 from . import costs
 
@@ -91,13 +92,13 @@ def figure16_speed_emissions(outcomes: Sequence[Outcome], name: str) -> Figure:
         _speed(axes[0, 0], members)
         _energy(axes[0, 1], members)
         for plot in axes.flat:
-            plot.set_xticks(range(len(members)), [folded(row["technique"], 10) for row in members])
+            plot.set_xticks(range(len(members)), [folded(row["technique"].replace("Quanti", "Quanti-"), 10) for row in members])
             plot.set_xlim(-0.6, len(members) - 0.4)
             plot.grid(axis="x", visible=False)
     caption = (
-        "Each step has one mechanism more. Left: decrease of the wall clock of a batch against dense inference, which takes turns with it; whiskers: "
-        "quartiles; grey band: noise floor (A/A, pooled), within which nothing is a speedup. Right: net joules per token in percent of dense ones of the same "
-        "run, with joules, grams of CO₂ and the method at each; no bar: below the resolution.",
+        "Each step has one mechanism more. Left: time of a batch, prompts and the tokens after them, saved against dense inference. The two take turns. "
+        "Whiskers: quartiles; grey band: noise floor (A/A, pooled), within which nothing is a speedup. Right: net joules per token, and so emissions, in "
+        "percent of dense ones of the same run; below it the method. No bar: below the resolution.",
         costs.energy_note(outcomes),
         *comparison.noise_note(members, "a batch's time"),
         "The paper: F.2, grams per token of GPT-2 774M on an A100, in percent of its dense 0.51 g.",
@@ -168,15 +169,14 @@ def _energy(plot: Axes, members: Sequence[Mapping[str, Any]]) -> None:
             plot.annotate("simulated:\nno bar", (place, 0), (0, 4), **at)
         elif value is not None:
             plot.bar(place, value, color=PALETTE[4], yerr=around or None, **_BAR)
-            said = f"{joules(row['net_j_per_token'])}\n{row['net_gco2_per_token'] * 1e6:.3g} µg\n{row['method']}"
-            plot.annotate(said, (place, value + around), (0, 3), **at)
+            plot.annotate(f"{value:.0f}%\n{row['method']}", (place, value + around), (0, 3), **at)
         elif isinstance(row.get("method"), str):
             plot.annotate(f"{costs.BELOW}\n{row['method']}", (place, 0), (0, 4), **at)
         _beside(plot, place, row, "reported_emissions_pct")
     plot.plot([], [], label="the paper, emissions", **_DIAMOND)
     plot.axhline(100, color=GREY, linewidth=0.8, linestyle="-", marker="")
     plot.set(ylabel="net energy per token, % of dense", title="Energy and emissions per token")
-    plot.margins(y=0.4)
+    plot.margins(y=0.3)
     plot.set_ylim(bottom=0)
     plot.legend(loc="upper left")
 
@@ -184,14 +184,6 @@ def _energy(plot: Axes, members: Sequence[Mapping[str, Any]]) -> None:
 def _beside(plot: Axes, place: int, row: Mapping[str, Any], stated: str) -> None:
     if (value := number(row, stated)) is not None:
         plot.plot(place + 0.38, value, label="_", **_DIAMOND)
-
-
-def joules(value: float) -> str:
-    """`2.48 mJ`."""
-    for scale, unit in ((1.0, "J"), (1e-3, "mJ"), (1e-6, "µJ")):
-        if abs(value) >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value:.2g} J"
 
 
 # --- the waterfall ----------------------------------------------------------------------------------------------------------------
@@ -202,7 +194,7 @@ STAGES = {
     "executed_saved_pct": ("operations", "executed", "executed"),
     "kernel_saved_pct": ("time", "kernels", "kernels"),
     "wall_saved_pct": ("time", "wall clock", "clock"),
-    "joules_saved_pct": ("energy", "joules", "joules"),
+    "joules_saved_pct": ("energy", "net", "joules"),
 }
 TIMED = [*STAGES][2:]  # what simulated widths do not have
 COLUMNS = [
@@ -272,14 +264,14 @@ def table_waterfall(outcomes: Sequence[Outcome], name: str) -> Table:
     columns = (
         Column("", "technique", "{technique}", align="left"),
         *stages[:2],
-        Column("time", "policy costs", costs.or_simulated(_policy)),
+        Column("", "deciding takes", costs.or_simulated(_policy)),
         *stages[2:],
         Column("", "realized", "{realization:.2f}"),
     )
     legend = (
         "Operations, time, energy: percent of dense inference that is saved, of a prompt (energy: of the prompt and the tokens "
         "after it). Nominal: the dense formula on active tokens. Executed: what ran, signals and modules included.",
-        "policy costs: what deciding takes, in percent of dense time, measured with every token computed all the same.",
+        "deciding takes: time of deciding in percent of dense time, measured while every token is still computed. It is a cost.",
         "kernels: time of embedding, attention, MLP, norms and head, without what the runtime adds around them.",
         "realized: wall clock saved over executed operations saved; 1: every operation not executed is time not spent. "
         f"{NO_VALUE} where one of the two is within the noise of the clock, or no operation was saved.",
@@ -334,10 +326,10 @@ def figure_waterfall(outcomes: Sequence[Outcome], name: str) -> Figure:
             lowest.tick_params(labelbottom=True)
     caption = (
         "What is left of dense inference (100) at each stage: nominal operations (the dense formula on active tokens), executed operations (what "
-        "ran), kernels (time of the model's own parts), wall clock with its quartiles, net joules. Dark cap on the clock: what deciding costs. "
-        "Hatched: a difference that is no larger than the noise of the instrument.",
-        "All of the prompt; joules of the prompt and the tokens after it. The cost of deciding was measured by a run that decides and computes "
-        "every token all the same. realized: time saved over executed operations saved; no number where one of the two is within the noise.",
+        "ran), kernels (time of the model's own parts), wall clock with its quartiles, net joules. Cross-hatched: what "
+        "deciding costs. Hatched bars: a difference within the noise of the instrument.",
+        "All is of the prompt alone; only joules are of the prompt and the tokens after it. The cost of deciding was measured by a run that decides and "
+        "computes every token all the same. realized: time saved over executed operations saved; no number where one of the two is within the noise.",
         *comparison.noise_note(found.to_dict("records"), "a prompt's time"),
         costs.energy_note(outcomes),
         *provenance.notes(outcomes),
@@ -365,10 +357,11 @@ def _falls(plot: Any, row: Mapping[str, Any]) -> None:
         plot.bar(place, 100 - saved, width=0.7, edgecolor="black", linewidth=0.5, **look)
         top, policy = 100 - saved, number(row, "policy_pct") or 0.0
         if stage == "wall_saved_pct" and own is not None and policy > own:
-            plot.bar(place, min(policy, top), bottom=max(0.0, top - policy), width=0.7, color=PALETTE[0], linewidth=0)
+            look = {"color": PALETTE[place], "hatch": HATCHES[4], "edgecolor": "white", "linewidth": 0}
+            plot.bar(place, min(policy, top), bottom=max(0.0, top - policy), width=0.7, **look)
         if low is not None and high is not None:
             spread = whiskers(top, 100 - high, 100 - low)
-            plot.errorbar(place, top, yerr=spread, color="black", elinewidth=0.8, capsize=2, marker="")
+            draw.with_halo(plot.errorbar(place, top, yerr=spread, color="black", elinewidth=0.8, capsize=2, marker=""))
             top = 100 - low
         look = {"textcoords": "offset points", "ha": "center", "zorder": 5}
         box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # the line at 100 must not strike it out

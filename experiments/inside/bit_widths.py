@@ -24,7 +24,7 @@ UNTOUCHED = "untouched"  # in the model's own dtype
 UNTOUCHED_BITS = 16  # as records write it, whatever the dtype is
 # How a token is held in a layer. From dark to light: readable in grey.
 HELD = {
-    UNTOUCHED: "#14213d", "8 bits": "#1f7a8c", "4 bits": "#de8b22", "2 bits": "#f4de95", "halted": "#ffffff", "carried": "#bdbdbd",
+    UNTOUCHED: PALETTE[0], "8 bits": "#553a7a", "4 bits": PALETTE[3], "2 bits": "#b5851f", "halted": "#ffffff", "carried": "#bdbdbd",
 }  # fmt: skip
 _MARKERS = {8: "o", 4: "s", 2: "^"}
 DEPTHS = (10 / 30, 15 / 30, 20 / 30)  # App. O: layers 10, 15 and 20 of 30
@@ -182,10 +182,11 @@ def figure19_entropy_and_widths(outcomes: Sequence[Outcome], name: str) -> Figur
         drawing, axes = panels(1, 3, size=(11, 3.4), width_ratios=[1, 0.8, 1.7])
         left, middle, right = axes[0]
         _histograms(left, frame, chosen)
-        spread = inner.groupby("layer")["dense_entropy_nats"].quantile([0.25, 0.5, 0.75]).unstack()
+        spread = inner.groupby("layer")["dense_entropy_nats"].quantile([0.25, 0.75]).unstack()
         band: dict[str, Any] = {"color": PALETTE[2], "alpha": 0.25, "linewidth": 0, "label": "middle half"}
         middle.fill_between(spread.index, spread[0.25], spread[0.75], **band)
-        middle.plot(spread.index, spread[0.5], color=PALETTE[0], linestyle="-", marker="o", label="median")
+        mean = inner.groupby("layer")["dense_entropy_nats"].mean()
+        middle.plot(spread.index, mean, color=PALETTE[0], linestyle="-", marker="o", label="mean")
         middle.set(xlabel="layer", ylabel="entropy (nats)", ylim=(0, None), title="Dense model, by layer")
         middle.set_xticks(range(1, n_layers + 1, 3))
         middle.legend(loc="lower right")

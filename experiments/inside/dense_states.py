@@ -18,7 +18,7 @@ from quicksilver.report.table import ENDS, NO_VALUE, Column, Lines, Panel, Table
 
 # panel -> title, further overrides
 PANELS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "asked": ("The model and text that were asked for", ()),
+    "asked": ("The model and text of the command", ()),
     "llama": ("reference-llama", ("model=reference-llama",)),
 }
 KEY = "dense"
@@ -143,8 +143,8 @@ def _times(row: Mapping[str, Any]) -> Lines:
 # --- lenses -----------------------------------------------------------------------------------------------------------------------
 
 LENSES_LEGEND = (
-    "loss: of the next token, nats, when the state after that layer is read as if it were the last. Above that of a uniform guess, which stands below the panel, the lens "
-    "knows less than nothing of it.",
+    "loss: of the next token, nats, when the state after that layer is read as if it were the last. Below the panel stands the loss of a "
+    "uniform guess; a lens above it is worse than guessing.",
     "r: correlation of a token's entropy there with its entropy at the end, with its 95% interval, bootstrap over windows. What halts tokens of low "
     "entropy in the middle goes by this number.",
     "rounded: states after that layer at a width by entropy, the 30% of least entropy at 2 bits, the next 40% at 4, the rest at 8 (the paper's rule). error: "

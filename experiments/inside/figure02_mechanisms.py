@@ -53,13 +53,13 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
             if key != "overridden":
                 draw.labels_below(axis, tokens)
                 axis.set(xlabel="token", ylabel="layer")
+    entries = "; ".join(f"{name}: {said.partition(': ')[2]}" for name, (said, _) in skipped_and_fused.ENTRIES.items())
     caption = sentences.caption(
         outcomes,
         TEXT,
-        "(a) Drift relative to the state, by layer; a curve ends where its token halts. (b) K/V entries under all four "
-        "mechanisms. (c) Fusion alone, in steps: a dashed line ends in a neighbour, a thick line carries several tokens. (d) "
-        "Bit-widths by entropy, decided at half the depth. Figures 9, 10, 11 and 13 show the panels larger, with their "
-        "thresholds.",
+        "(a) Drift relative to the state, by layer; a curve ends where its token halts. (b) K/V entries under all four mechanisms; "
+        f"{entries}. (c) Fusion in steps: a dashed line ends in a neighbour, a thick line carries several tokens. (d) "
+        "Bit-widths by entropy. Figures 9, 10, 11 and 13 are larger.",
     )
     title, data = "Figure 2: the mechanisms on one sentence", pd.concat(frames, ignore_index=True)
     return Figure(name, title, data, drawing, caption, finding=_finding(data, len(tokens)))
@@ -72,7 +72,7 @@ def _finding(data: pd.DataFrame, tokens: int) -> str:
     merged = int((fused["into"] != fused["slot"]).sum())
     low = widths.loc[widths["bits"] < 8, "slot"].nunique()
     forced = halting.loc[halting["kind"] == "forced", "slot"].nunique()
-    return f"Of one sentence's {tokens} tokens {halted} halt ({forced} are forced to), {merged} are fused into a neighbour, {low} get fewer than 8 bits"
+    return f"Each mechanism alone, on one sentence of {tokens} tokens: {halted} halt ({forced} are forced to), {merged} are fused into a neighbour, {low} get fewer than 8 bits"
 
 
 def _halting(axes: Axes, record: Record) -> tuple[pd.DataFrame, list[Any]]:

@@ -39,7 +39,6 @@ KINDS = {
     "natural": ("Halt by themselves", PALETTE[2]),
     "full": ("Go through all layers", PALETTE[0]),
 }
-NAMED = 6  # tokens named in a panel
 
 
 @artefact(sentences.runs("overridden"), sentences.READ)
@@ -56,7 +55,7 @@ def figure09_halting_curves(outcomes: Sequence[Outcome], name: str) -> Figure:
         drawing, axes = panels(1, 3, size=(10, 3.5), sharey=True)
         for panel, (kind, (title, colour)), marker in zip(axes[0], KINDS.items(), MARKERS, strict=False):
             members = frame[frame["kind"] == kind]
-            _curves(panel, members, colour, marker, n_layers if kind == "natural" else 0)
+            _curves(panel, members, colour, "" if kind == "full" else marker)
             threshold = {"color": "black", "linestyle": "--", "linewidth": 1, "marker": ""}
             panel.step(range(2, n_layers), tau[1 : n_layers - 1], where="mid", **threshold)
             panel.axvspan(low - 0.5, high + 0.5, color="#f2f2f2", zorder=0)
@@ -73,7 +72,7 @@ def figure09_halting_curves(outcomes: Sequence[Outcome], name: str) -> Figure:
     caption = sentences.caption(
         outcomes,
         TEXT,
-        "Relative drift ‖h(ℓ) − h(ℓ−1)‖ / ‖h(ℓ)‖: how far each layer moves a token's state. A curve ends at the marker, where its token halts; "
+        "Relative drift ‖h(ℓ) − h(ℓ−1)‖ / ‖h(ℓ)‖: how far each layer moves a token's state. Where a token halts, its curve ends at a marker; "
         "faint: the same token in the dense model. A token halts by itself where its drift and its entropy (not drawn) are both below their "
         "thresholds. Grey: layers after which tokens may halt. "
         f"Forced to halt: {', '.join(entry['forced_ids'])}; kept to the last layer: {', '.join(entry['full_ids'])}.",
@@ -99,24 +98,17 @@ def curves(record: Record) -> pd.DataFrame:
     return frame
 
 
-def _curves(panel: Axes, members: pd.DataFrame, colour: str, marker: str, named_below: int) -> None:
-    """A curve a token; the first that halts at a layer below `named_below` is named, or names would cover each other."""
-    named = 0
-    for slot, token in members.groupby("slot"):
+def _curves(panel: Axes, members: pd.DataFrame, colour: str, marker: str) -> None:
+    """A curve a token, with the marker at its end."""
+    for _, token in members.groupby("slot"):
         draw.line(panel, token["layer"], token["dense_drift_relative"], color=colour, alpha=0.15, linewidth=0.7)
         gone = token[token["layer"] <= token["halts_after_layer"]]
         if gone.empty:  # halted after layer 1
             continue
         draw.line(panel, gone["layer"], gone["drift_relative"], color=colour, linewidth=1.3 if token["told"].iloc[0] else 0.9)
         end = gone.iloc[-1]
-        at = end["layer"], end["drift_relative"]
-        draw.points(panel, *at, color=colour, marker=marker, markersize=5, markeredgecolor="white")
-        first = slot == members.loc[members["halts_after_layer"] == end["layer"], "slot"].min()
-        if end["halts_after_layer"] < named_below and named < NAMED and first:
-            box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
-            place: dict[str, Any] = {"xytext": (0, -9), "textcoords": "offset points", "ha": "center", "va": "top", "zorder": 5}
-            panel.annotate(sentences.labels([end["token"]])[0], at, bbox=box, **place)
-            named += 1
+        look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 5, "markeredgecolor": "white"}
+        draw.points(panel, end["layer"], end["drift_relative"], **look)
 
 
 def _behind(frame: pd.DataFrame, window: tuple[int, int]) -> str:
@@ -140,6 +132,7 @@ MILLISECONDS = 500
 NORM = LogNorm(0.7, 2, clip=True)
 _HALTED: dict[str, Any] = {"facecolor": "#f4f4f4", "edgecolor": "#b0b0b0", "hatch": "////"}
 _AGAIN = "#cfcfcf"
+_LAST: dict[str, Any] = {"facecolor": "white", "edgecolor": "#b0b0b0", "hatch": "...."}
 _WINDOW: dict[str, Any] = {"color": "black", "linewidth": 0.9, "linestyle": (0, (6, 3))}
 
 
@@ -188,10 +181,13 @@ def _timeline(drawing: Drawing, axes: Axes, frame: pd.DataFrame, window: tuple[i
     extent = (-0.5, n_tokens - 0.5, 0.5, n_layers + 0.5)
     image = axes.imshow(score.to_numpy(dtype=float), norm=NORM, cmap=SEQUENTIAL, origin="lower", aspect="auto", extent=extent)
     of_layers: list[Artist] = [image]
-    for cell in frame.itertuples():
+    through = frame.groupby("slot")["active"].transform("all")
+    for cell in frame.assign(through=through).itertuples():
         x, y = cell.slot - 0.5, cell.layer - 0.5
         if not cell.active:
             of_layers.append(axes.add_patch(Rectangle((x, y), 1, 1, linewidth=0, **_HALTED)))
+        elif np.isnan(cell.score) and cell.through:
+            of_layers.append(axes.add_patch(Rectangle((x, y), 1, 1, linewidth=0, **_LAST)))
         elif np.isnan(cell.score):
             of_layers.append(axes.add_patch(Rectangle((x, y), 1, 1, facecolor=_AGAIN, edgecolor="none")))
         if cell.halts:
@@ -211,9 +207,10 @@ def _timeline(drawing: Drawing, axes: Axes, frame: pd.DataFrame, window: tuple[i
         Patch(facecolor="black", label="halts after this layer"),
         Patch(label="halted: not computed", **_HALTED),
         Patch(facecolor=_AGAIN, label="computed again"),
+        Patch(label="no threshold in the last layer", **_LAST),
         draw.line_key("tokens may halt between these lines", **_WINDOW),
     ]
-    draw.legend_above(axes, handles, ncols=4, borderaxespad=0.2)
+    draw.legend_above(axes, handles, ncols=3, borderaxespad=0.2)
     return of_layers
 
 
@@ -346,7 +343,9 @@ def _heat(drawing: Drawing, axes: Axes, frame: pd.DataFrame, column: str) -> Non
     image = axes.imshow(values, origin="lower", aspect="auto", extent=extent, **{"cmap": SEQUENTIAL, **look})
     halted = ~sentences.layers(frame, "active").astype(bool)
     for slot in halted.columns[halted.any()]:
-        axes.add_patch(Rectangle((slot - 0.5, halted[slot].idxmax() - 0.65), 1, 0.3, facecolor="black", edgecolor="none"))
+        axes.add_patch(
+            Rectangle((slot - 0.5, halted[slot].idxmax() - 0.65), 1, 0.3, facecolor="black", edgecolor="white", linewidth=0.5)
+        )
     axes.set(ylabel="layer", title=title)
     axes.set_yticks(range(0, table.index[-1] + 1, 4))
     there = np.flatnonzero(np.isfinite(values).any(axis=1))
@@ -366,7 +365,7 @@ def _findings(frame: pd.DataFrame) -> tuple[float, tuple[str, ...]]:
     # The prediction of token t+1 is made from the state of token t.
     harm = spearmanr(drift.iloc[:-1], change.iloc[1:].abs())
     return both.statistic, (
-        "The same sentence runs twice, dense and with halting. Black bar: the token halts after this layer. White: both runs are still equal. "
+        "The same sentence runs twice, dense and with halting. Black bar: the token halts after this layer. No colour: both runs are still equal. "
         f"Rank correlation over tokens of drift after the last layer with mean attribution: {both.statistic:+.2f} (p = {both.pvalue:.2g}; the paper "
         f"says that they overlap substantially), with the size of the next token's change of loss: {harm.statistic:+.2f} (p = {harm.pvalue:.2g}).",
         "L: loss of the sentence in the dense model, nats. Row 0 is the embedding, where |∂L/∂x · x| is the paper's saliency. Colours are "

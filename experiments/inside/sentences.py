@@ -145,6 +145,6 @@ def _cost(outcome: Outcome) -> str:
     nominal, paper = (f"{outcome.record.flops_saved_pct(f'{prefix}{ledger}'):.0f}%" for ledger in ("nominal", "paper"))
     technique = outcome.row.technique[:1].lower() + outcome.row.technique[1:]
     return (
-        f"With these settings {technique} changes the perplexity of the run's text by {ppl}% [{low} {high}] and saves {nominal} of the "
-        f"{of}FLOPs in the nominal and {paper} in the paper's ledger."
+        f"With these settings, {technique}: perplexity of the run's text {ppl}% [{low} {high}]; {of}FLOPs saved {nominal} in the nominal and "
+        f"{paper} in the paper's ledger."
     )

@@ -218,7 +218,7 @@ def figure11_fusion_by_layer(outcomes: Sequence[Outcome], name: str) -> Figure:
         TEXT,
         "Each column is a token, going up through the layers. At every second layer from 0.4 of the depth on, the closest neighbours are fused into "
         f"one token in the place of the later one. {merged} of {len(frame)} tokens are fused into a neighbour, {len(words)} super-tokens are left, with "
-        "the text they carry above them.",
+        "the text they carry above them (shortened where it is long).",
     )
     finding = f"{merged} of {len(frame)} tokens are fused into a neighbour"
     return Figure(name, "Figure 11: tokens that go into their neighbours", frame, drawing, caption, finding=finding)

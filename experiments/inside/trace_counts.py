@@ -141,7 +141,7 @@ def _rows_of_table_11(*keys: str) -> list[Row]:
 # --- Figure 4: the decision tree --------------------------------------------------------------------------------------------------
 
 BRANCHES = {"halted": "halted", "merged": "merged", "full": "computed in full"}
-LOOK = {"halted": ("#e9c46a", HATCHES[1]), "merged": ("#83b692", HATCHES[2]), "full": (PALETTE[0], "")}
+LOOK = {"halted": (PALETTE[6], HATCHES[1]), "merged": (PALETTE[5], HATCHES[2]), "full": (PALETTE[0], "")}
 DEEP = 20 / 30  # "at depth ℓ > 20" (K), in models of 30 layers
 
 
@@ -169,12 +169,12 @@ def figure04_decision_tree(outcomes: Sequence[Outcome], name: str) -> Figure:
     again = f" From layer {until + 1} on halted tokens take part again (resume_layers)." if until < record.model.layers else ""
     after = frame[(frame["part"] == "continuation") & (frame["branch"] == "halted")].iloc[0]
     caption = (
-        "Left: what was decided first about each token of a prompt, halting before merging (2.4); shares are of all prompt tokens, with 95% "
+        "Left: what was decided first about each token of a prompt, halting before merging (paper, section 2.4); shares are of all prompt tokens, with 95% "
         "intervals over windows. A token is stable when its drift and its entropy are below their thresholds at some layer, and merged when it is "
         "among the share of its prompt that lies closest to a neighbour at the layer where fusion acts.",
         f"Right: the same tokens by layer.{again}",
         f"Computed tokens decay by {alpha.value:.3f} [{alpha.low:.3f} {alpha.high:.3f}] a layer up to layer {until}, were it exponential "
-        f"(R² {quality:.2f}); the paper says 0.05 to 0.1 (K).",
+        f"(R² {quality:.2f}); the paper says 0.05 to 0.1 (App. K).",
         f"Of the tokens after the prompts {after['share_pct']:.1f}% [{after['low']:.1f} {after['high']:.1f}] halt; none may be merged, because that looks ahead.",
         *notes(outcomes),
     )
@@ -246,7 +246,7 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], sha
 def _layers(axes: Axes, counts: pd.DataFrame) -> None:
     """Stacked shares of what prompt tokens do in each layer."""
     below = pd.Series(0.0, index=counts.index)
-    labels = {"active": "computed", "carried": "carried by a neighbour", "halted": "halted"}
+    labels = {"active": "computed", "carried": "merged", "halted": "halted"}
     for name, (column, label) in zip(("full", "merged", "halted"), labels.items(), strict=True):
         height = 100 * counts[column] / counts["tokens"]
         look: dict[str, Any] = dict(zip(("color", "hatch"), LOOK[name], strict=True))

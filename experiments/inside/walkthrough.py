@@ -122,7 +122,7 @@ def _legend(frame: pd.DataFrame) -> tuple[str, ...]:
         f"Of {len(frame)} tokens {halted} halt, {skipped} have no K/V entry in some layer, {fused} are carried by a neighbour, and {held}.",
         "Layers are counted from 1. 1: the token halts after this layer, with this drift (relative) and this entropy (nats, "
         "logit lens); it takes part again in the last layers. 2: in how many layers the token has no K/V entry, so that "
-        "no later token sees it. 3: the token that it is fused into, with its number, and after which layer. 4: the bit-width from half the depth "
+        "no later token sees it; the first four tokens always keep theirs. 3: the token that it is fused into, with its number, and after which layer. 4: the bit-width from half the depth "
         "on, and the entropy by which it was chosen. -: nothing was done to it.",
         "Order at one layer: halting, K/V, fusion, precision (2.4). A token that halted or was fused before gets no bit-width.",
         "What the paper says of a word (in a model of 30 layers) stands beside every token that is that whole word. The paper's "

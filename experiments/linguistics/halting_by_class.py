@@ -460,7 +460,9 @@ def _entropy(axis: Axes, found: WordSignalsResult) -> Iterator[pd.DataFrame]:
 
 def _attention(axis: Axes, found: WordSignalsResult) -> Iterator[pd.DataFrame]:
     halted = found.attention
-    axis.set(title=f"Attention to tokens halted by layer {halted.layer if halted else '-'}", xlabel="layer")
+    axis.set(
+        title=f"Attention to tokens halted by layer {halted.layer if halted else '-'}", xlabel="layer", ylabel="share or ratio"
+    )
     if halted is None:
         return
     drawn = {"share of all attention": halted.mass_share, "÷ what others get at the same place": halted.against_position}
@@ -468,10 +470,10 @@ def _attention(axis: Axes, found: WordSignalsResult) -> Iterator[pd.DataFrame]:
         part = _by_layer(f"attention of halted, {label}", "halted", got)
         axis.plot(part["layer"], got, label=label, **_look(place))
         yield part
-    draw.horizontal(axis, 1, linewidth=0.7)
+    draw.horizontal(axis, 1, linewidth=0.7, label="1: as much as others at the same place")
     share = {"color": PALETTE[0], "linestyle": ":", "label": "their share of the tokens"}
     draw.horizontal(axis, halted.token_share, linewidth=0.7, **share)
-    draw.vertical(axis, halted.layer, color="#8a8a8a", linewidth=0.7, linestyle="--")
+    draw.vertical(axis, halted.layer, color=GREY, linewidth=0.7, linestyle="--", label="the layer by which they halted")
     axis.set_ylim(bottom=0)
     axis.legend(**_BELOW)
 
@@ -494,8 +496,8 @@ def _said(found: WordSignalsResult) -> tuple[str, ...]:
     added = np.array(explained["class"]) - np.array(explained["word start"])
     strongest = int(np.argmax(explained["position"]))
     lines = [
-        f"Bands: 95% intervals clustered by sentence; {found.counted.tokens} tokens of {found.counted.sentences} sentences. Entropy from half of "
-        f"the depth to the last layer that is looked at: function words {_change(function)}, content words {_change(content)}; the paper says that it collapses for function words.",
+        f"Bands: 95% intervals clustered by sentence; {found.counted.tokens} tokens of {found.counted.sentences} sentences. Change of the entropy from "
+        f"a third to two thirds of the depth: function words {_change(function)}, content words {_change(content)} nats.",
         f"Drift: position alone explains up to {explained['position'][strongest]:.2f} (layer {strongest + 1}); class adds {added.min():.3f} to {added.max():.3f}.",
     ]
     if found.attention is not None:
@@ -510,5 +512,4 @@ def _said(found: WordSignalsResult) -> tuple[str, ...]:
 
 def _change(one: Means) -> str:
     change = _deepened(one)
-    first, last = _ends(one)
-    return f"{one.mean[first]:.2f} → {one.mean[last]:.2f} nats ({change.value:+.2f} [{change.low:+.2f} {change.high:+.2f}])"
+    return f"{change.value:+.2f} [{change.low:+.2f} {change.high:+.2f}]"

@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 
 from quicksilver.report.artefacts import Outcome, artefact
-from quicksilver.report.figure import INKS, Figure, panels, style
+from quicksilver.report.figure import PALETTE, Figure, panels, style
 from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table
 
 VERBS = ("halt", "skip_kv", "fuse", "set_bits")  # of TokenState
@@ -288,7 +288,7 @@ def figure01_taxonomy(outcomes: Sequence[Outcome], name: str) -> Figure:
 
         write(0.0, root, "runtime\nacceleration,\nfrozen model", weight="bold")
         for place, (branch, (mean, low, high)) in enumerate(heights.iterrows()):
-            colour = INKS[place % len(INKS)]
+            colour = PALETTE[place % len(PALETTE)]
             axis.plot([0.135, 0.17, 0.17, 0.2], [root, root, mean, mean], color="#8a8a8a", linewidth=0.9, **line)
             write(0.205, mean, branch, color=colour, weight="bold")
             axis.plot([0.475, 0.475], [low - 0.35, high + 0.35], color=colour, linewidth=3, **line)

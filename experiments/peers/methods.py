@@ -194,6 +194,7 @@ def _token(row: Mapping[str, Any]) -> Lines:
 LEGEND = (
     "Δppl: perplexity of the tokens after the prompt minus dense float32 on the same windows with its 95% interval; below it the same in "
     "percent.",
+    "KL × 100: from the dense model's next-token distribution to the run's, hundredths of a nat a scored token.",
     "saved: executed operations of the prompt, signals included, and resident KV bytes. A mask adds operations that the "
     "causal kernel would have skipped.",
     f"prompt speedup: wall clock of the prompt in percent of dense, median of rounds that alternate with it. {comparison.NOISE} "
@@ -218,7 +219,7 @@ def findings(rows: pd.DataFrame) -> tuple[str, ...]:
         gain, loss = (peers[column] - ours[column] for column in ("judged_speedup_pct", "judged_loss_pct"))
         beats = peers[(gain >= 0) & (loss <= 0) & ((gain > 0) | (loss < 0))]
         gained, lost = named(ours)
-        verdict = "beaten by no peer: none is as fast for no more loss"
+        verdict = "beaten by no method of others: none is as fast for no more loss"
         if len(beats):
             others = (f"{row['technique']}, {' '.join(named(row))}" for _, row in beats.iterrows() if row["section"] != DENSE)
             verdict = f"beaten by {'; '.join(others) or 'dense inference itself'}"
@@ -358,13 +359,15 @@ def _times(plot: Any, shown: pd.DataFrame, colours: Mapping[str, str], hatches: 
         box = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}  # the line at 1 must not strike it out
         plot.annotate(f"{value:.2f}", (end, i), (4, 0), textcoords="offset points", va="center", bbox=box)
     plot.axvline(1, color="black", linewidth=0.8, linestyle="-", marker="")
-    above: dict[str, Any] = {"transform": plot.get_xaxis_transform(), "ha": "center", "va": "bottom"}
+    above: dict[str, Any] = {"transform": plot.get_xaxis_transform(), "va": "bottom"}
     quantised = shown.loc[shown["key"] == QUANTISED, "prompt_time_ratio"]
     if len(quantised):
         paper = CLAIMED * float(quantised.iloc[0])
         plot.axvline(paper, color="black", linewidth=1.0, linestyle=(0, (4, 2)), marker="", zorder=3)
-        plot.text(paper, 1.0, f"the paper's QuickSilver:\n{CLAIMED:.2f} of dynamic int8", **above)
-    plot.text(1, 1.0, "dense", **above)
+        plot.text(
+            paper, 1.0, f"the paper's QuickSilver:\n{CLAIMED:.2f} of dynamic int8", ha="right" if paper < 1 else "left", **above
+        )
+    plot.text(1, 1.0, "dense", ha="center", **above)
     plot.set_xlim(0, 1.12 * max((x + ends[1]).max(), 1.0) if len(x) else None)
     plot.set_xlabel("time of the prompt, × dense float32")
     plot.grid(axis="y", visible=False)

@@ -250,7 +250,9 @@ def _described(model: dict[str, Any]) -> str:
     """`ladder-gpt2-1m`, below it its size, depth and training, in short lines."""
     trained = [] if pd.isna(model["trained_tokens"]) else [f"{_millions(model['trained_tokens'])} tokens"]
     family, _, size = model["panel"].partition("-")
-    return "\n".join([f"{family}-", size, _millions(model["parameters"]), f"{model['layers']:.0f} layers", *trained])
+    return "\n".join(
+        [f"{family}-", size, f"{_millions(model['parameters'])} parameters", f"{model['layers']:.0f} layers", *trained]
+    )
 
 
 # --- what is said of it -----------------------------------------------------------------------------------------------------------

@@ -58,14 +58,14 @@ CALIBRATIONS = (
     Sweep("d3_fusion", "D.3: percentiles of the distance of neighbours at layers 10, 15 and 20 of 30; calibrating part", PROMPT),
 )
 DRAWN = (
-    Sweep("b2_halting", "Percentile of drift, of entropy (B.2)"),
+    Sweep("b2_halting", "Percentile of drift, of entropy (paper,\u00a0B.2)"),
     Sweep("minimum_depth", "Layers in which tokens may halt"),
     Sweep("resume_layers", "Last layers that halted tokens rejoin"),
     FromTheLast("missing_kv", "K/V of halted tokens, last layers rejoined"),
-    Sweep("c3_kv_skipping", "KV skipping: percentile of attention (C.3)", KV_BYTES[:1], ALONE, "halting alone"),
-    Sweep("d3_fusion", "Fusion: depth, percentile of distance (D.3)", PROMPT),
+    Sweep("c3_kv_skipping", "KV skipping: percentile of attention (paper,\u00a0C.3)", KV_BYTES[:1], ALONE, "halting alone"),
+    Sweep("d3_fusion", "Fusion: depth, percentile of distance (paper,\u00a0D.3)", PROMPT),
     Sweep("decision_depth", "Depth at which bit-widths are decided", ("paper_flops_saved_pct",)),
-    Sweep("faq_tau_entropy", "Entropy threshold τ in nats (FAQ)"),
+    Sweep("faq_tau_entropy", "Entropy threshold, nats (paper,\u00a0FAQ)"),
 )
 
 
@@ -211,7 +211,7 @@ def figure_quantization_grid(outcomes: Sequence[Outcome], name: str) -> Figure:
         drawing = draw(found)
     cost = [f"base_delta_ppl{end}" for end in ("", "_low", "_high")]
     shown = found[["key", *GRID.axes(), "delta_flops", *cost, "utility", "front", "record"]]
-    caption = (*legend(found), *sweeps.notes(outcomes, name))
+    caption = ("ΔFLOPs is drawn in percent; in U it is a fraction.", *legend(found), *sweeps.notes(outcomes, name))
     chosen, finding = best(found), ""
     if chosen is not None:
         what = f"{100 * chosen['delta_flops']:.1f}% fewer FLOPs than 8 bits for {chosen['base_delta_ppl']:+.2f} perplexity"
@@ -229,12 +229,14 @@ def draw(rows: pd.DataFrame) -> Any:
     shown = (
         ("delta_flops", "ΔFLOPs against uniform 8 bits, %", 100.0, 1),
         ("base_delta_ppl", "ΔPPL against uniform 8 bits, perplexity", 1.0, 2),
-        ("utility", f"U = {LAMBDA:g}·ΔFLOPs - ΔPPL, perplexity", 1.0, 2),
+        ("utility", f"U = {LAMBDA:g}·ΔFLOPs (as a fraction) - ΔPPL", 1.0, 2),
     )
     for plot, (column, title, factor, decimals) in zip(plots.flat, shown, strict=False):
         matrix = factor * points.pivot(index=LOW, columns=HIGH, values=column)
         values = matrix.to_numpy(dtype=float)
-        drawing.colorbar(plot.imshow(values, origin="lower", aspect="auto", **heat_look(values)), ax=plot)
+        drawing.colorbar(
+            plot.imshow(values, origin="lower", aspect="auto", **heat_look(values, signed=column != "delta_flops")), ax=plot
+        )
         write_cells(plot, values, {at: f"{value:.{decimals}f}" for at, value in np.ndenumerate(values) if not math.isnan(value)})
         if chosen is not None:
             corner = matrix.columns.get_loc(chosen[HIGH]) - 0.5, matrix.index.get_loc(chosen[LOW]) - 0.5

@@ -1,4 +1,4 @@
-"""Table and figure frontier: which tokens may leave a prompt, how much of its work that saves, and what it costs the tokens after it.
+"""Table and figure frontier: which tokens may leave a prompt, how much work that saves, and what it costs the tokens after it.
 
 It answers the abstract's "39.6% fewer FLOPs with near-zero perplexity loss (≤ 0.2)", which is +1.1% of its perplexity: which technique comes
 nearest at that budget, and where the frontier lies.
@@ -13,7 +13,7 @@ import pandas as pd
 from quicksilver.report import comparison, provenance, sweeps
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.reported import reported
-from quicksilver.report.figure import DASHES, GREY, INKS, MARKERS, PALETTE, Figure, label_ends, panels, style, whiskers
+from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, label_ends, panels, style, whiskers
 from quicksilver.report.table import KL_CELL, Column, Panel, Table, interval_cell
 
 from ..ablation.techniques import SETTINGS, options
@@ -78,7 +78,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
     saved, cost = paper_bar()
     legend = (
         "share: of the prompt's tokens that leave after a fifth of the depth. Static depth: the depth after which all tokens "
-        "but the last leave. Learned gates: the threshold under which gates that were trained for 40% let a token leave.",
+        "but the last leave. Predict K/V: percent of the prompt's work that the schedule saves. Learned gates: the threshold under which gates that were trained for 40% let a token leave.",
         "saved: executed operations of the prompt, signals included, and resident KV bytes, in percent of dense inference.",
         "Δppl: perplexity of the tokens after the prompt minus dense, with its 95% interval; below it the same in percent.",
         "KL × 100: of the dense model's next-token distribution to the run's, hundredths of a nat a token, with its 95% interval.",
@@ -95,8 +95,7 @@ _NEAR = 8.0  # % of perplexity: what costs less is drawn apart, beside random to
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     """All techniques on the left, those that cost little on the right."""
     # Two techniques more than the palette has: in grey and in black.
-    colours, shapes, dashes = (*PALETTE, GREY, "#000000"), (*MARKERS, "h", "p"), (*DASHES, "--", "-")
-    ink = (*INKS, "#6a6a6a", "#000000")
+    colours, shapes, dashes = (*PALETTE, "#6a6a6a", "#000000"), (*MARKERS, "h", "p"), (*DASHES, "--", "-")
     frame = measured(outcomes)
     saved, cost = paper_bar()
     with style():
@@ -118,7 +117,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
                 }
                 plot.errorbar(x, y, yerr=whiskers(y, points["delta_ppl_pct_low"], points["delta_ppl_pct_high"]), **look)
                 if number or y.max() >= _NEAR:
-                    ends.append((float(x.max()), float(y[x.idxmax()]), title, ink[place]))
+                    ends.append((float(x.max()), float(y[x.idxmax()]), title, colours[place]))
             plot.axhline(0, color=GREY, linewidth=0.8, linestyle="-", marker="")
             plot.axhspan(0, cost, color="#dedede", linewidth=0, zorder=0.5)
             plot.set(

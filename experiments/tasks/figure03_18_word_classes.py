@@ -135,7 +135,7 @@ def _caption(drawn: pd.DataFrame, outcomes: Sequence[Outcome]) -> tuple[str, ...
     chance = [scores.TASKS[str(task)][0] for task, one in above.items() if not one] if above.any() else []
     return (
         *((f"Not drawn: {' and '.join(chance)}, where the dense model is not above chance.",) if chance else ()),
-        "Bars: 95% intervals, paired by example. So few examples show no loss as small as the paper's 0.2 points (`smallest_seen` in the data).",
+        "Bars: 95% intervals, paired by example. So few examples cannot show a loss as small as the paper's 0.2 points.",
         "Function words: a closed list of English, whole words of one token; content words: all other tokens with letters; the first token "
         "and the deciding last one of a prompt never stop. Stopped tokens are dropped: later layers do not see them.",
         *said,

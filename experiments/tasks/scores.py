@@ -225,7 +225,7 @@ LEGEND = (
     "in five. p: McNemar's, exact; below it how many answers changed.",
     "saved: executed operations of prompts and choices, signals included, in percent of dense; below it by the paper's ledger (Appendix J).",
     "depth: layers that the last token of a prompt goes through, mean: the token that decides.",
-    "Ours, the oldest and random tokens: 45% of a prompt's tokens stop at a fifth of the depth and are dropped; only who stops differs.",
+    "Ours, the oldest and random tokens: 45% of a prompt's tokens stop at a fifth of the depth and are dropped; they differ in which tokens stop.",
     "The paper: its model, prompt, head and split are not named; its caption says under 1%, its text under 2%, and its CoLA is −1.0.",
     "Prompts of equal length go together (at most 8), so nothing is padding; the paper pads to the longest of a batch. No time is given: "
     "prompts of a few dozen tokens are dominated by what a call costs, whatever is halted.",

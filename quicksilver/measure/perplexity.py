@@ -92,17 +92,21 @@ class Protocol(Options):
         return self.window_tokens - self.first_scored
 
 
-def check_allowed(modules: Sequence[RuntimeModule], protocol: Protocol) -> None:
+def check_allowed(modules: Sequence[RuntimeModule], protocol: Protocol, names: Sequence[str] = ()) -> None:
     """Refuse modules that look ahead where every position is scored (docs/design.md §3).
+
+    Args:
+        names: what the modules are called; none: by their classes.
 
     Raises:
         ConfigError: a module that is neither causal nor marked `lookahead`, under `all`.
     """
     if protocol.name != "all":
         return
-    names = [type(module).__name__ for module in modules if not module.causal and not module.lookahead]
-    if names:
-        subject = f"{' and '.join(names)} {'looks' if len(names) == 1 else 'look'} ahead"
+    called = names or [type(module).__name__ for module in modules]
+    looking = [name for name, module in zip(called, modules, strict=True) if not module.causal and not module.lookahead]
+    if looking:
+        subject = f"{' and '.join(looking)} {'looks' if len(looking) == 1 else 'look'} ahead"
         raise ConfigError(
             f"{subject}: a decision about a token reads tokens after it, and protocol.name=all scores those. Two ways out: "
             "protocol=continuation, where only the prompt is decided with foresight and the tokens after it are scored; or "

@@ -68,24 +68,51 @@ NOISE = (
     "≈ 0: no larger than the noise floor below the table (A/A: the dense model against itself, median over the runs). Noisier runs "
     "use their own noise floor."
 )
-LEGEND = (
-    "Speedup and FLOPs saved are decreases in percent of dense inference: 25 means a quarter less time or work. The dense row shows milliseconds "
-    "a batch, and operations (G = 10⁹).",
-    "speedup: wall clock of one batch, under continuation of its prompt as well. It is the median of rounds that alternate with the dense model. "
-    f"{NOISE} simulated: no time, because the quantization is simulated in float.",
-    "CO₂e: grams that CodeCarbon charges a token, saved in percent. The dense row shows micrograms a token. Without an energy counter it is "
-    "derived from time, and ≈ 0 where the time is.",
-    "FLOPs saved has three ledgers. exec: operations that ran, signals and modules included. nominal: the dense formula on active tokens. "
-    "paper: Appendix J's formula, comparable with the paper's column only. It charges a bit-width bits/16; App. J's own β saves less (Table 3 "
-    "shows both). prompt: exec, of the prompt alone.",
-    "Δppl: perplexity minus dense perplexity on the same windows, with its 95% interval; below it in percent.",
-    "vs random: against the same counts, on random tokens. better, worse: the interval of the difference excludes 0, and a permutation test "
-    "agrees at 5% false discoveries over the panel (Benjamini-Hochberg). same: otherwise.",
-    "KL × 100: from the dense model's next-token distribution to the run's, in hundredths of a nat a scored token, with its 95% interval. Δppl "
-    "near 0: the right token is as likely as before. KL near 0: every token is.",
-    "audit: the largest change of a logit when later tokens are replaced. 0, or rounding, means no look-ahead. With coarse codes the first line "
-    "is masked execution; the second is compact execution, which magnifies rounding.",
-    "The paper measured GPT-2 774M on an A100. Its numbers are shown for comparison, not as targets for another model or machine.",
+LEGEND = (  # a column, and what is said where a row has it
+    (
+        "executed_flops",
+        "Speedup and FLOPs saved are decreases in percent of dense inference: 25 means a quarter less time or work. The dense row shows "
+        "milliseconds a batch, and operations (G = 10⁹).",
+    ),
+    (
+        "speedup_pct",
+        "speedup: wall clock of one batch, under continuation of its prompt as well. It is the median of rounds that alternate with the dense "
+        f"model. {NOISE} simulated: no time, because the quantization is simulated in float.",
+    ),
+    (
+        "co2_saved_pct",
+        "CO₂e: grams that CodeCarbon charges a token, saved in percent. The dense row shows micrograms a token. Without an energy counter it is "
+        "derived from time, and ≈ 0 where the time is.",
+    ),
+    (
+        "executed_flops",
+        "FLOPs saved has three ledgers. exec: operations that ran, signals and modules included. nominal: the dense formula on active tokens. "
+        "paper: Appendix J's formula, comparable with the paper's column only. It charges a bit-width bits/16; App. J's own β saves less (Table "
+        "3 shows both). prompt: exec, of the prompt alone.",
+    ),
+    (
+        "delta_ppl",
+        "Δppl: perplexity minus dense perplexity on the same windows, with its 95% interval; below it in percent.",
+    ),
+    (
+        "versus_null_ppl",
+        "Δppl of null: the same counts on random tokens, against dense. vs random: the run against that null. better, worse: the interval of the "
+        "difference excludes 0, and a permutation test agrees at 5% false discoveries over the panel (Benjamini-Hochberg). same: otherwise.",
+    ),
+    (
+        "kl_nats",
+        "KL × 100: from the dense model's next-token distribution to the run's, in hundredths of a nat a scored token, with its 95% interval. Δppl "
+        "near 0: the right token is as likely as before. KL near 0: every token is.",
+    ),
+    (
+        AUDIT[0],
+        "audit: the largest change of a logit when later tokens are replaced. 0, or rounding, means no look-ahead. With coarse codes the first "
+        "line is masked execution; the second is compact execution, which magnifies rounding.",
+    ),
+    (
+        "reported_speedup_pct",
+        "The paper measured GPT-2 774M on an A100. Its numbers are shown for comparison, not as targets for another model or machine.",
+    ),
 )
 LOOKAHEAD = "† marks results that look ahead: decisions read the tokens to be predicted (the paper's variant, lookahead=true)."
 
@@ -248,7 +275,7 @@ def table(
 
 def legend(rows: pd.DataFrame) -> tuple[str, ...]:
     """What the columns mean."""
-    return (*LEGEND, *marks(rows))
+    return (*(said for column, said in LEGEND if rows[column].notna().any()), *marks(rows))
 
 
 def marks(rows: pd.DataFrame) -> tuple[str, ...]:

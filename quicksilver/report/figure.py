@@ -29,9 +29,9 @@ if TYPE_CHECKING:  # matplotlib is for who draws: a file that makes a table as w
     from matplotlib.transforms import Bbox
     from PIL.Image import Image
 
-# Ordered from dark to light, so that neighbours differ when printed in grey; lines and bars differ by dash, marker and hatch as well.
-PALETTE = ("#14213d", "#9b2226", "#6a4c93", "#1f7a8c", "#ca6702", "#83b692", "#e9c46a")
-INKS = (*PALETTE[:5], "#4f8a65", "#a97b12")  # the same for text and thin lines, which cannot be read in pale colours
+# Ordered from dark to light; lines and bars differ by dash, marker and hatch as well. None is so pale that thin lines and text could not be read
+# in it, on white or turned around on dark pages (contrast 3:1).
+PALETTE = ("#14213d", "#9b2226", "#6a4c93", "#1f7a8c", "#ca6702", "#4f8a65", "#a97b12")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)), (0, (2, 1)))
 HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx", "++++", "oooo")
@@ -45,6 +45,7 @@ _BOLD_AN_INCH = 12  # of the finding's
 _DPI = 160
 _COLOURS = 256
 _AREAS = 64  # the most frequent colours of a picture
+_ON_BOTH = "#7a7a7a"  # can be read on white and on dark pages, 4:1
 _CAPTION_LINES = 4
 _MOST_ROWS = 500  # in the JSON: longer frames are drawn from traces, and nobody looks records up in them
 _SENTENCE_ENDS = re.compile(r"(?<=[a-z0-9)%”\]][.!?]) (?=[A-Z])")
@@ -106,14 +107,13 @@ class Figure:
 
     def png(self) -> bytes:
         """The picture with title and caption, 160 dots an inch, in 256 colours: a third of the bytes, and no difference to see."""
-        from matplotlib.image import AxesImage
         from PIL import Image
         from PIL.PngImagePlugin import PngInfo
 
         content, about = io.BytesIO(), PngInfo()
-        if self.drawing.findobj(AxesImage):
+        if self._has_colour_map():
             about.add_text(COLOUR_MAP, "true")  # for pages in dark colours, which turn other pictures around
-        whole = Image.open(io.BytesIO(self._picture("png", {"Software": None}))).convert("RGB")
+        whole = Image.open(io.BytesIO(self._picture("png", {"Software": None})))
         _in_few_colours(whole).save(content, "PNG", optimize=True, pnginfo=about)
         return content.getvalue()
 
@@ -138,6 +138,11 @@ class Figure:
         contents |= {"svg": self.svg()} if svg else {}
         return write_files(folder, {f"{self.name}.{suffix}": content for suffix, content in contents.items()})
 
+    def _has_colour_map(self) -> bool:
+        from matplotlib.image import AxesImage
+
+        return bool(self.drawing.findobj(AxesImage))
+
     def _picture(self, kind: str, metadata: Mapping[str, Any]) -> bytes:
         from matplotlib.text import Text
 
@@ -157,8 +162,10 @@ class Figure:
             texts.append(self.drawing.text(0, 1 + above / height, "\n".join(folded), va="bottom", ha="left", **look))
             above += 0.17 * len(folded)
         texts.append(self.drawing.text(0, -0.08 / height, "\n".join(lines), **below))
-        content = io.BytesIO()
-        saved: dict[str, Any] = dict(format=kind, dpi=_DPI, bbox_inches="tight", pad_inches=0.12)
+        content, both = io.BytesIO(), self._has_colour_map()
+        if both:
+            _for_both_pages(self.drawing)
+        saved: dict[str, Any] = dict(format=kind, dpi=_DPI, bbox_inches="tight", pad_inches=0.12, transparent=both)
         try:
             with style():
                 self.drawing.savefig(content, metadata=dict(metadata), **saved)
@@ -168,21 +175,67 @@ class Figure:
         return content.getvalue()
 
 
+def _for_both_pages(drawing: Drawing) -> None:
+    """Make one picture of white and of dark pages, for a transparent ground: what is dark gets a middle lightness. A map and what is drawn in it stay
+    as they are."""
+    from matplotlib.image import AxesImage
+    from matplotlib.legend import Legend
+
+    images = drawing.findobj(AxesImage)
+    mapped = {one.axes for one in images} | {one.colorbar.ax for one in images if one.colorbar is not None}
+    for root in (*drawing.axes, *drawing.texts, *drawing.legends):
+        kept: set[Any] = set()
+        legends = root.findobj(Legend)
+        if root in mapped:
+            kept = {*root.lines, *root.patches, *root.collections, *(patch for one in legends for patch in one.get_patches())}
+            kept |= {text for text in root.texts if root.viewLim.contains(*text.get_position())}
+        if root in drawing.axes:
+            look: dict[str, Any] = {"color": _ON_BOTH, "labelcolor": _ON_BOTH, "grid_color": _ON_BOTH, "grid_alpha": 0.3}
+            root.tick_params(which="both", **look)
+        for legend in legends:
+            legend.get_frame().set_alpha(0)
+        for one in root.findobj():
+            if one not in kept:
+                _brighten(one)
+
+
+def _brighten(one: Any) -> None:
+    """Colours of an artist that are darker than `_ON_BOTH`, made as light as that."""
+    from matplotlib.colors import to_rgb, to_rgba_array
+
+    luma = (0.2126, 0.7152, 0.0722)
+    for part in ("color", "facecolor", "edgecolor", "markerfacecolor", "markeredgecolor"):
+        if (part == "color" and hasattr(one, "get_edgecolor")) or not hasattr(one, f"set_{part}"):
+            continue
+        colours = to_rgba_array(getattr(one, f"get_{part}")())
+        rgb, seen = np.maximum(colours[:, :3], 1e-3), colours[:, 3] > 0
+        factor = np.maximum(1.0, to_rgb(_ON_BOTH) @ np.array(luma) / (rgb @ luma))
+        if (factor[seen] > 1).any():
+            found = np.column_stack([np.minimum(factor[:, None] * rgb, 1.0), colours[:, 3]])
+            getattr(one, f"set_{part}")(found if len(found) > 1 else tuple(found[0]))
+
+
 def _in_few_colours(whole: Image) -> Image:
-    """The picture in `_COLOURS`: those of areas as they are, or a grey band would turn purple, and the others near to all that there are: a
-    colour bar is small, and must not change its colours."""
+    """The picture in `_COLOURS`: those of areas as they are, or a grey band would turn purple, then always the one that is farthest from all of
+    them: a colour bar is small, and must not change its colours."""
     from PIL import Image
 
-    pixels = np.asarray(whole).astype(np.int32)
-    codes, back, counts = np.unique(pixels @ (65536, 256, 1), return_inverse=True, return_counts=True)
-    there = codes[:, None] // (65536, 256, 1) % 256
-    areas = there[np.argsort(-counts, kind="stable")[:_AREAS]]
-    covering = whole.quantize(_COLOURS - len(areas), Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).getpalette() or []
-    palette = np.concatenate([areas, np.reshape(covering, (-1, 3))[: _COLOURS - len(areas)]]).astype(np.float32)
-    # |a - b|² without |a|², which is the same for all of the palette
-    nearest = ((palette**2).sum(1) - 2 * there.astype(np.float32) @ palette.T).argmin(1)
-    found = Image.fromarray(nearest[back].reshape(pixels.shape[:2]).astype(np.uint8))
-    found.putpalette(palette.astype(np.uint8).tobytes())
+    pixels, places = np.asarray(whole.convert("RGBA")).astype(np.int64), (1 << 24, 1 << 16, 1 << 8, 1)
+    codes, back, counts = np.unique(pixels @ places, return_inverse=True, return_counts=True)
+    there = codes[:, None] // places % 256
+    seen = there.astype(np.float32)
+    seen[:, :3] *= seen[:, 3:] / 255  # two colours that hardly cover are alike
+    often, chosen = np.argsort(-counts, kind="stable"), list[int]()
+    away, nearest = np.full(len(there), np.inf, np.float32), np.zeros(len(there), np.uint8)
+    while len(chosen) < _COLOURS and away.max() > 0:
+        one = int(often[len(chosen)] if len(chosen) < _AREAS else away.argmax())
+        distance = ((seen - seen[one]) ** 2).sum(1)
+        nearest[distance < away] = len(chosen)
+        away = np.minimum(away, distance)
+        chosen.append(one)
+    found = Image.fromarray(nearest[back].reshape(pixels.shape[:2]))
+    mode = "RGB" if (there[:, 3] == 255).all() else "RGBA"
+    found.putpalette(there[chosen][:, : len(mode)].astype(np.uint8).tobytes(), mode)
     return found
 
 
@@ -225,12 +278,12 @@ def percent_of_shares(shares: Any) -> np.ndarray:
 _STROKE_STEP = 4.0  # pixels
 
 
-def heat_look(values: np.ndarray) -> dict[str, Any]:
-    """Colour map and limits of a heatmap, as `imshow` takes them: around 0 where values have both signs, else from the least to the greatest."""
+def heat_look(values: np.ndarray, *, signed: bool = True) -> dict[str, Any]:
+    """Colour map and limits of a heatmap, as `imshow` takes them: around 0 for what may have both signs, else from the least to the greatest."""
     from matplotlib.colors import Normalize
 
     low, high = (float(end(values)) if np.isfinite(values).any() else 0.0 for end in (np.nanmin, np.nanmax))
-    if low < 0 < high:
+    if signed:
         return {"cmap": DIVERGING, "norm": Normalize(-max(-low, high), max(-low, high))}
     return {"cmap": SEQUENTIAL, "norm": Normalize(low, high)}
 
@@ -343,10 +396,11 @@ def _strokes(plot: Axes) -> np.ndarray:
 def _free_place(
     own: np.ndarray, width: float, height: float, unit: float, taken: Sequence[Bbox], strokes: np.ndarray, inside: Bbox
 ) -> tuple[float, float]:
-    """Lower left corner (pixels) of the nearest place for a text beside the point `own` that covers nothing; of all the one that covers least."""
+    """Lower left corner (pixels) of the nearest place for a text beside the point `own` that covers nothing and whose leader crosses nothing; of all
+    the one that covers least, then crosses least."""
     from matplotlib.transforms import Bbox
 
-    best, least = (0.0, 0.0), float("inf")
+    best, least = (0.0, 0.0), (float("inf"), 0.0)
     for distance in (0.6, 1.2, 2.2, 3.4):
         for across, up in ((1, 1), (1, -1), (-1, 1), (-1, -1), (1, 0), (-1, 0), (0, 1), (0, -1)):
             x = own[0] + across * distance * unit - (0, width / 2, width)[1 - across]
@@ -354,10 +408,15 @@ def _free_place(
             box = Bbox.from_bounds(x, y, width, height)
             covered = sum(_shared(box, other) for other in taken) + width * height - _shared(box, inside)
             covered += _STROKE_STEP * float(((strokes > (x, y)) & (strokes < (x + width, y + height))).all(axis=1).sum())
-            if covered < least:
-                best, least = (x, y), covered
-            if covered < 1e-6:
-                return x, y
+            leader = np.linspace(own, (x + width / 2, y + height / 2), 24)
+            leader = leader[np.hypot(*(leader - own).T) > unit]
+            crossed = float((np.abs(strokes[:, None] - leader).max(-1) < _STROKE_STEP).sum())
+            crossed += sum(other.contains(*place) for other in taken for place in leader)
+            found = (round(covered, 6), crossed if distance > 2 else 0.0)
+            if found < least:
+                best, least = (x, y), found
+            if least == (0.0, 0.0):
+                return best
     return best
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from quicksilver.measure.energy import EmissionsResult
@@ -24,7 +25,7 @@ def notes(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
         f"Model: {_each(records, _model)}.",
         f"Text: {_each(records, _data)}.",
         f"Protocol: {_each(records, _protocol)}; execution: {_each(records, lambda record: record.execution)}.",
-        f"Machine: {_each(records, _machine)}.",
+        f"Machine: {_each(records, partial(_machine, timed=not (processes := timings(outcomes))))}.",
     ]
     if counted := [found for record in records if (found := record.found("emissions", EmissionsResult)) is not None]:
         lines.append(
@@ -38,7 +39,7 @@ def notes(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
             lines.append("Simulated quantization: times are not representative.")
     seeds = _each(records, lambda record: str(record.config["seed"]))
     timed = "; of times: quartiles of rounds" if any(record.found("latency", LatencyResult) for record in records) else ""
-    if processes := timings(outcomes):
+    if processes:
         timed = "; of times: range over processes"
         started = f"{processes[0].started[:16].replace('T', ' ')} to {processes[-1].started[11:16]} UTC"
         lines.append(
@@ -97,7 +98,7 @@ def confirmation(records: Sequence[Record]) -> str | None:
     taken = sum(one.agrees for one in found)
     formats = ", ".join(dict.fromkeys(one.number_format or "float32" for one in found if one.agrees))
     if all(record.is_kept for record in records):
-        return f"{taken} runs were timed again; {windows} windows verified identical to {apart:.1g} nats a token."
+        return f"{taken} run{'s were' if taken > 1 else ' was'} made again; {windows} windows verified identical to {apart:.1g} nats a token."
     said = [f"{len(found)} runs scored {windows} windows again: at most {apart:.1g} nats a token from the repository's record."]
     if others := len(found) - taken:
         said.append(
@@ -147,12 +148,12 @@ def _protocol(record: Record) -> str:
     return f"{protocol.name} ({detail}; batch {protocol.batch_size})"
 
 
-def _machine(record: Record) -> str:
+def _machine(record: Record, *, timed: bool) -> str:
     environment = record.environment
     processor = environment.gpu if record.model.device.startswith("cuda") else environment.cpu
     threads = f"{environment.threads} thread{'s' if environment.threads > 1 else ''}"
-    latency, timed = record.found("latency", LatencyResult), ""
+    latency, said = record.found("latency", LatencyResult) if timed else None, ""
     if latency is not None:
         rounds = len(latency.latency_ms.samples or ())
-        timed = f"; timed on {record.batch_windows} windows at once" + (f", {rounds} rounds" if rounds else "")
-    return f"{processor}, {threads}, torch {environment.torch}, transformers {environment.transformers}{timed}"
+        said = f"; timed on {record.batch_windows} windows at once" + (f", {rounds} rounds" if rounds else "")
+    return f"{processor}, {threads}, torch {environment.torch}, transformers {environment.transformers}{said}"

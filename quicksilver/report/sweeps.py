@@ -219,7 +219,7 @@ def answers(sweep: Sweep, key: str, claim: str, flops: str | None = None) -> dic
 
     found = {f"{claim}.delta_ppl": between(added)}
     if flops is not None:
-        found[f"{claim}.flops_saved_pct"] = between(lambda ours, base: paired_saved_pct(ours.path, base.path, flops))
+        found[f"{claim}.flops_saved_pct"] = between(lambda ours, base: paired_saved_pct(ours, base, flops))
     return found
 
 

@@ -83,22 +83,27 @@ class Table:
         """What is written, as data: the panels with their cells, in the frame's order."""
         rows, panels = list(enumerate(self.frame.to_dict("records"))), []
         for panel in self.panels:
+            columns = self.columns_of(panel)
             members = groupby((one for one in rows if one[1]["panel"] == panel.key), key=lambda one: one[1]["section"])
             sections = tuple(
-                Section(
-                    str(title), tuple(PrintedRow(at, tuple(filled(one.cell, row) for one in panel.columns)) for at, row in some)
-                )
+                Section(str(title), tuple(PrintedRow(at, tuple(filled(one.cell, row) for one in columns)) for at, row in some))
                 for title, some in members
             )
-            headings = tuple(Heading(column.group, column.header, column.align) for column in panel.columns)
+            headings = tuple(Heading(column.group, column.header, column.align) for column in columns)
             panels.append(PrintedPanel(panel.key, panel.title, headings, sections, tuple(panel.notes)))
         return written_of("table", self, values(self.frame), panels=tuple(panels), legend=tuple(self.legend))
+
+    def columns_of(self, panel: Panel) -> list[Column]:
+        """Its columns that say something in a row: a column of dashes takes the place of one that does."""
+        rows = self.frame[self.frame["panel"] == panel.key].to_dict("records")
+        silent = {"", "-", "–"}.issuperset
+        return [one for one in panel.columns if not rows or not all(silent(filled(one.cell, row)) for row in rows)]
 
     def text(self, width: int | None = None) -> str:
         """For a terminal of `width` columns; None: as wide as it needs."""
         parts = [self.title, "=" * len(self.title)]
         for panel, printed in zip(self.panels, self.written().panels, strict=True):
-            rows = _text(printed, [column.expendable for column in panel.columns], width)
+            rows = _text(printed, [column.expendable for column in self.columns_of(panel)], width)
             parts += ["", panel.title, "-" * len(panel.title), "", *rows, "", *wrapped(panel.notes, width)]
         return "\n".join([*parts, "", *wrapped(self.legend, width)]) + "\n"
 

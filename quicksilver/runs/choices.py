@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -64,9 +65,12 @@ def explain(error: Exception, overrides: Sequence[str] = (), extra_dirs: Sequenc
     if str(error).strip().startswith("Ambiguous value for argument"):
         word = next((one for one in overrides if "," in one and one in str(error)), "KEY=A,B")
         key, _, given = word.partition("=")
-        return f"{word}: these are several values. A sweep takes them: quicksilver run -m {word}. One list is written {key}=[{given}]."
-    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+        return f"{word}: these are several values. A sweep takes them: quicksilver run -m {shlex.join(overrides)}. One list is written {key}=[{given}]."
+    # Of a yaml that does not fit Hydra raises its own error, with OmegaConf's as the context alone.
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     said = _explain_key(cause, extra_dirs) if isinstance(cause, OmegaConfBaseException) and cause.full_key else _plain(error)
+    if (file := re.match(r"In '([^']+)': ", str(error))) is not None and cause is not None:
+        said = f"{file[1]}.yaml: {said}"
     interpolated = next((text for text in overrides if "${" in text), None)
     if interpolated is not None and "nterpolation" in said:
         return f"{interpolated}: {said}. ${{…}} stands for another key, ${{model.name}}, or for a variable, ${{oc.env:NAME,otherwise}}."
@@ -110,6 +114,8 @@ def _unknown_key(key: str, here: Sequence[str], extra_dirs: Sequence[Path]) -> s
     if not here and where:
         return f"{where} is a value, not a section."
     options = [name for name in here if name != "_target_"]
+    if not options and where.startswith("modules."):
+        return f"{key}: {where} has no options. They are the fields of its class, with @dataclass above it."
     close = " or ".join(f"{where}.{name}" if where else name for name in close_to(last, options))
     hint = f"Did you mean {close}? " if close else ""
     return f"{key}: there is no such key. {hint}Keys{f' of {where}' if where else ''}: {', '.join(options)}."

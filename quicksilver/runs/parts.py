@@ -266,9 +266,10 @@ def build_modules(entries: Mapping[str, Any], tokenizer: Any = None) -> list[Any
                 arguments[key] = _token_ids(f"modules.{name}.{key}", value, tokenizer)
         try:
             built.append(cls(**arguments))
-            if not cls.__module__.startswith("quicksilver."):
+            own: Any = cls
+            if not cls.__module__.startswith("quicksilver.") and dataclasses.is_dataclass(own):
                 # A `__post_init__` of one's own takes the place of the one that does this.
-                for option, check in checks_of(cast("Any", cls)):
+                for option, check in checks_of(cast("Any", own)):
                     check(option, getattr(built[-1], option))
         except ConfigError as error:
             raise ConfigError(f"modules.{name}: {error}") from error
@@ -281,7 +282,13 @@ def build_modules(entries: Mapping[str, Any], tokenizer: Any = None) -> list[Any
 def _arguments(key: str, entry: Mapping[str, Any], cls: type) -> dict[str, Any]:
     """What the section `key` gives `cls`; raises ConfigError for an option that it does not have."""
     arguments = {name: value for name, value in entry.items() if name != "_target_"}
-    known = list(inspect.signature(cls).parameters)
+    parameters = inspect.signature(cls).parameters
+    known = list(parameters)
+    named = (one for one in parameters.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD))
+    if missing := [one.name for one in named if one.default is one.empty and one.name not in arguments]:
+        raise ConfigError(
+            f"{key}: {cls.__name__} needs {' and '.join(missing)}: give a default in the class, or a value in its yaml."
+        )
     for name in arguments:
         if name not in known:
             raise ConfigError(f"{key}.{name}: {cls.__name__} has no such option. {suggest(name, known, 'Options')}")

@@ -140,7 +140,9 @@ def check_allowed_by_protocol(config: RunConfig) -> None:
 
     modules = build_modules(config.modules)
     check_together(modules)
-    check_allowed(modules, _protocol(config))
+    # `quicksilver` is the old name of predicted_kv, which identities keep.
+    names = [f"modules.{name}".replace("quicksilver", "predicted_kv") for name in sorted(config.modules)]
+    check_allowed(modules, _protocol(config), names)
 
 
 def _protocol(config: RunConfig) -> Any:

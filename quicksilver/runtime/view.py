@@ -217,8 +217,16 @@ class Deciding:
         view = self._view(call, forward, result, after, watched, attention_output)
         tokens = TokenState(state, view, packing.order, self._real(forward, packing, view.index))
         before = (state.halt_layer, len(state.fusions))
+        # The run's own states, so that a view costs no copy. torch counts writes into a tensor, but not under inference_mode.
+        states = [one for one in (view.before, view.after) if not one.is_inference()]
+        writes = [one._version for one in states]
         for policy in policies:
             policy.decide(view, tokens)
+            if [one._version for one in states] != writes:
+                name = type(policy).__name__
+                raise ConfigError(
+                    f"{name}.decide wrote into the states of layer {call.layer}: read view.before and view.after, and change nothing in place."
+                )
         forward.decided(changed_active=state.halt_layer is not before[0] or len(state.fusions) != before[1])
         if forward.executed is not state:
             return result.output

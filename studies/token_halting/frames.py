@@ -444,7 +444,7 @@ def _taken(timed: Timed, scene: Scene) -> dict[str, float]:
 
 def sizes(shapes: Sequence[tuple[int, int, int]] = SIZES, layers: int = 4, repeats: int = 7) -> pd.DataFrame:
     """How much of the saved operations of the encoder its time saves, by width, pillars and scenes a pass. Weights are drawn, and gates too, whose
-    biases leave `LEFT` of each scene's tokens: the clock does not ask what was learnt."""
+    biases leave `LEFT` of each scene's tokens: time does not depend on what was learnt."""
     rows = []
     for width, side, batch in shapes:
         grid = Grid(side=side, size_m=24 / side)

@@ -35,7 +35,7 @@ LABELS = {
     ("wide_gentle", "learned"): "Wider, gates alone, then both at a tenth of the rate",
 }
 SECTIONS = {"no_layers": "Dense", "control": "Dense", "longer": "Dense", "wide_control": "Wider", "wide_gentle": "Wider"}
-NOT_HALTED = "the same weights, nobody halted"
+NOT_HALTED = "the same weights, no token halted"
 PAPER_THRESHOLD = 0.5
 CLOCKS = {"encoder": "encoder", "whole": "points to boxes"}
 
@@ -67,7 +67,7 @@ def frame(name: str) -> pd.DataFrame:
 
 
 def said(detector: str, policy: str) -> str:
-    """What a row is called; `dense` of a detector that was trained to halt is the same weights with nobody halted."""
+    """What a row is called; `dense` of a detector that was trained to halt is the same weights with no token halted."""
     return LABELS.get((detector, policy), NOT_HALTED)
 
 
@@ -190,7 +190,8 @@ DETECTION_LEGEND = (
     "p < 0.5 is the paper's rule; the other thresholds turn the same gates. Random and norm: as many tokens halt after each layer as under "
     "the gates with box weights, and the detector was trained further under that rule, for as many steps as all others.",
     "Differences are paired by scene and seed, with 95% bootstrap intervals over scenes. Dense means trained as long, without halting.",
-    "FLOPs: executed, of encoder and head, mean of all scenes and seeds.",
+    "FLOPs: executed, of encoder and head, mean of all scenes and seeds. computed: token-layers that ran; in boxes, last layer: tokens inside "
+    "labelled boxes that the last layer computes.",
     "Time: one scene a pass, in turns with the dense detector. Encoder: embedded pillars in, states out, what the "
     "paper accelerates. Points to boxes: with features, embedding, head, decoding and suppression, which no halting shortens. Time ÷ FLOPs saved: how "
     "much of the operations that each clock's own part saves, in the scenes that were timed (below), is saved of its time.",
@@ -231,7 +232,7 @@ IN_ENCODER = ("a pass's begin and end", "runtime", "decide", "gather", "scatter"
 MEANS = {
     "a pass's begin and end": "the encoder and the runtime around its layers: begin and end of a pass",
     "runtime": "the runtime: planning and bookkeeping",
-    "decide": "the gates, and writing down whom they halt",
+    "decide": "the gates, and recording which tokens they halt",
     "gather": "packing the tokens that are left",
     "scatter": "putting their states back",
 }
@@ -325,7 +326,7 @@ TIME_LEGEND = (
     "Parts: of each scene the least of fifteen runs, mean of eight scenes; dense is the dense control, halted the detector whose gates were trained first and "
     "then both, seed 0.",
     "Only layers and gates have operations that halting changes. FLOPs of a layer: its products and its attention.",
-    "Size: drawn weights, 4 layers, heads of 16 columns at width 48 and of 32 elsewhere, gates whose biases leave 35%, 20% and 15% of the tokens after the first three layers: the clock does not ask what was learnt.",
+    "Size: random weights, 4 layers, heads of 16 columns at width 48 and of 32 elsewhere, gates whose biases leave 35%, 20% and 15% of the tokens after the first three layers. Time does not depend on what was learnt.",
     "Cost: twelve steps of each training, from nothing, four scenes of each evaluation and 40 draws of an interval are timed in two processes at once; the rest is their number.",
 )
 

@@ -46,6 +46,17 @@ def test_streamed_sums_solve_to_the_ridge_regression_of_all_data(name: str) -> N
         assert translator.provenance["tokens"] == fit_on.ids.numel()
 
 
+@pytest.mark.parametrize("fit", [lambda *given: fit_translators(*given, [1]), fit_lens], ids=["translators", "lens"])
+def test_a_frozen_model_is_run_without_gradients(fit) -> None:
+    arch, seen = architecture_of(tiny.load("gpt2")), set()
+    with (
+        arch.model.register_forward_pre_hook(lambda *_: seen.add(torch.is_grad_enabled())),
+        arch.base.register_forward_pre_hook(lambda *_: seen.add(torch.is_grad_enabled())),
+    ):
+        fit(arch, text())
+    assert seen == {False}
+
+
 def test_a_fit_that_was_stopped_goes_on_and_comes_to_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arch, fit_on, checkpoint = architecture_of(tiny.load("gpt2")), text(), tmp_path / "sums.safetensors"
     monkeypatch.setattr("quicksilver.fitting.fit.SAVED_EVERY_S", -1.0)

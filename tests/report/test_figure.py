@@ -102,10 +102,41 @@ def test_a_picture_keeps_its_colours_where_there_are_few_of_them_and_is_small(tm
         axes[0, 0].imshow(np.random.default_rng(0).normal(size=(60, 60)), cmap="viridis", aspect="auto")
         axes[1, 0].imshow(ramp, cmap="RdBu_r", aspect="auto")
     made = Figure("x", "t", pd.DataFrame(), drawing, ())
-    true = np.asarray(Image.open(io.BytesIO(made._picture("png", {}))).convert("RGB")).astype(int)
-    shown = np.asarray(Image.open(io.BytesIO(made.png())).convert("RGB")).astype(int)
-    assert np.abs(true - shown).max() <= 16
+    for page in ("white", "black"):
+        true, shown = (on_page(picture, page) for picture in (made._picture("png", {}), made.png()))
+        assert np.abs(true - shown).max() <= 16
     assert len(made.png()) < 250_000
+
+
+def on_page(picture: bytes, colour: str) -> np.ndarray:
+    """RGB values of a picture that lies on a page of that colour."""
+    image = Image.open(io.BytesIO(picture)).convert("RGBA")
+    page = Image.new("RGBA", image.size, colour)
+    page.alpha_composite(image)
+    return np.asarray(page.convert("RGB")).astype(int)
+
+
+def test_a_picture_with_a_colour_map_can_be_read_on_white_and_on_dark_pages():
+    values = np.array([[0.0, 1.0]])
+    with style():
+        drawing, axes = panels(1, 2)
+        image = axes[0, 0].imshow(values, cmap="Greys")
+        write_cells(axes[0, 0], values, {(0, 0): "a", (0, 1): "b"})
+        drawing.colorbar(image, ax=axes[0, 0])
+        axes[0, 1].plot([0, 1], color=PALETTE[0], label="a line")
+        axes[0, 1].legend()
+    made = Figure("x", "t", pd.DataFrame(), drawing, ())
+    picture = made.png()
+    light, dark = (on_page(picture, colour) for colour in ("white", "black"))
+    assert (light[0, 0].tolist(), dark[0, 0].tolist()) == ([255] * 3, [0] * 3)  # no ground
+    assert [one.get_color() for one in axes[0, 0].texts] == ["black", "white"]  # by their cells
+    luma = np.dot(to_rgb(axes[0, 1].lines[0].get_color()), (0.2126, 0.7152, 0.0722))
+    assert luma == pytest.approx(0x7A / 255)
+    for text in (axes[0, 0].title, axes[0, 1].xaxis.label, axes[0, 1].get_legend().get_texts()[0]):
+        assert to_rgb(text.get_color()) == pytest.approx([0x7A / 255] * 3)
+    with style():  # others have one
+        drawing, axes = panels()
+    assert on_page(Figure("x", "t", pd.DataFrame(), drawing, ()).png(), "black")[0, 0].tolist() == [255] * 3
 
 
 def test_a_pale_area_keeps_its_colour_beside_many_others():
@@ -113,7 +144,7 @@ def test_a_pale_area_keeps_its_colour_beside_many_others():
         drawing, axes = panels(1, 2, size=(7, 4))
         axes[0, 0].axhspan(0, 1, color="#dedede", linewidth=0)
         axes[0, 1].imshow(np.random.default_rng(0).random((200, 200, 3)), aspect="auto")
-    shown = np.asarray(Image.open(io.BytesIO(Figure("x", "t", pd.DataFrame(), drawing, ()).png())).convert("RGB"))
+    shown = on_page(Figure("x", "t", pd.DataFrame(), drawing, ()).png(), "white")
     assert (shown == 0xDE).all(-1).mean() > 0.1
 
 
@@ -179,7 +210,7 @@ def test_a_heatmap_has_white_at_zero_and_numbers_that_can_be_read():
     values = np.array([[-9.0, 0.0, 9.0]])
     look = heat_look(values)
     assert (look["norm"](0.0), look["norm"].vmin, look["norm"].vmax) == (0.5, -9, 9)
-    positive = heat_look(np.array([1.0, np.nan, 3.0]))
+    positive = heat_look(np.array([1.0, np.nan, 3.0]), signed=False)
     assert positive["cmap"] != look["cmap"]
     assert (positive["norm"].vmin, positive["norm"].vmax) == (1, 3)
     with style():

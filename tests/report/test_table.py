@@ -219,3 +219,15 @@ def test_plain_values_of_every_kind():
         {"a": pd.Series([1, None], dtype="Int64"), "b": [pd.NaT, np.float32(0.5)], "c": [("x",), np.bool_(True)]}
     )
     assert values(frame) == ((1, None, "('x',)"), (None, 0.5, True))
+
+
+def test_a_column_that_says_nothing_in_any_row_is_not_printed():
+    columns = (Column("", "name", "{key}", align="left"), Column("", "said", "{a:.1f}"), Column("", "silent", "{b:.1f}"))
+    panels = (Panel("one", "One", columns), Panel("two", "Two", columns))
+    rows = [("one", "x", 1.0, None), ("one", "y", None, None), ("two", "z", 1.0, 2.0)]
+    table = Table("t", "T", pd.DataFrame(rows, columns=["panel", "key", "a", "b"]).assign(section=""), panels)
+    assert [[one.header for one in panel.columns] for panel in table.written().panels] == [
+        ["name", "said"],
+        ["name", "said", "silent"],
+    ]
+    assert "silent" not in table.text().split("Two")[0]

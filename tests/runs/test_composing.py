@@ -1,5 +1,7 @@
 """Composing many runs gives what Hydra gives for each, and says what Hydra's refusals say."""
 
+import sys
+
 import pytest
 import thinning
 from hydra.core.global_hydra import GlobalHydra
@@ -81,6 +83,34 @@ def test_a_file_of_one_s_own_that_would_not_be_read_is_named(tmp_path, name, con
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=says):
         compose(["modules=[halting_attention]", "protocol=continuation"], [tmp_path])
+
+
+def test_a_key_that_a_dataset_does_not_have_is_said_with_its_file(tmp_path):
+    (tmp_path / "dataset").mkdir()
+    (tmp_path / "dataset" / "mine.yaml").write_text("name: mine\nreader: text\nfilez: {}\n")
+    with pytest.raises(
+        ConfigError, match=r"dataset/mine.yaml: dataset.filez: there is no such key. Did you mean dataset.files\?"
+    ):
+        compose(["dataset=mine"], [tmp_path])
+
+
+@pytest.mark.parametrize(("init", "says"), [
+    ("self, a", "Plain needs a: give a default in the class, or a value in its yaml"),
+    ("self, a='x'", None),
+])  # fmt: skip
+def test_a_class_without_fields_may_be_a_module(tmp_path, monkeypatch, init, says):
+    (tmp_path / "plain.py").write_text(
+        f"from quicksilver.runtime import TokenPolicy\n\nclass Plain(TokenPolicy):\n    def __init__({init}):\n        self.a = a\n\n"
+        "    def decide(self, view, tokens):\n        pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("plain", None)
+    entry = {"plain": {"_target_": "plain.Plain"}}
+    if says is None:
+        assert build_modules(entry)[0].a == "x"
+        return
+    with pytest.raises(ConfigError, match=says):
+        build_modules(entry)
 
 
 def test_an_option_of_another_type_is_refused_where_post_init_is_one_s_own(tmp_path, monkeypatch):

@@ -66,7 +66,7 @@ def test_the_same_weights_with_nobody_halted_stand_beside_those_that_halt(study)
     write(study)
     frame = built("table", "detection").frame
     box = frame[frame["section"] == "Learned, box weights"]
-    assert box["technique"].tolist() == ["the same weights, nobody halted", "Learned, box weights"]
+    assert box["technique"].tolist() == ["the same weights, no token halted", "Learned, box weights"]
     assert frame[frame["section"] == "Random, at the same rates"]["dial"].tolist() == [0.0, 0.5]
 
 

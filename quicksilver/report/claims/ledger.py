@@ -308,7 +308,7 @@ class _Claim:
             return None
         counted = column.removesuffix("_saved_pct")
         if counted != column and counted in record.windows and counted in dense.windows:
-            return saved_pct(record.path, dense.path, counted)
+            return saved_pct(record, dense, counted)
         low, high = (value if end is None else end for end in ends)
         floor = number(found, self.what.floor) if self.what.floor and answer.column is None else None
         return Estimate(value, low, high, floor or 0.0)
@@ -345,9 +345,13 @@ def _against_dense(folder: Path, dense_folder: Path, processes: tuple[TimedProce
     return against_dense(load_record(folder), load_record(dense_folder), processes)
 
 
-@cache
-def saved_pct(folder: Path, dense_folder: Path, column: str) -> Estimate:
+def saved_pct(record: Record, dense: Record, column: str) -> Estimate:
     """What a run spared of a sum over windows (`paper_flops`), in percent of dense, with a paired bootstrap interval."""
+    return _saved_pct(record.path, dense.path, column)
+
+
+@cache
+def _saved_pct(folder: Path, dense_folder: Path, column: str) -> Estimate:
     ours, theirs = (load_record(one).windows[["window", column]] for one in (folder, dense_folder))
     both = ours.merge(theirs, on="window", suffixes=("", "_dense"))
     spared = bootstrap(lambda ours, theirs: 100 * (1 - ours.sum(-1) / theirs.sum(-1)), both[column], both[f"{column}_dense"])

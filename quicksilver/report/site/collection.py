@@ -18,6 +18,7 @@ from tqdm import tqdm
 from quicksilver.files import fingerprint_of, plain_name
 from quicksilver.records import archive
 from quicksilver.records.record import Record
+from quicksilver.records.stats import MIN_WINDOWS
 from quicksilver.records.store import KEPT, Store
 from quicksilver.report.artefacts import Artefact, artefacts
 from quicksilver.report.comparison import against_dense
@@ -202,8 +203,9 @@ class Collection:
             self.note([piece], name, str(error))
             return piece
         piece.title = piece.written.title or piece.title
-        if artefact is not None and name != artefact.name:
-            piece.title += f" ({name.removeprefix(f'{artefact.name}-')})"  # of another model or text
+        says_its_own = kind == "figure" and bool(piece.variant)  # model and text
+        if artefact is not None and name != artefact.name and not says_its_own:
+            piece.title += f" ({name.removeprefix(f'{artefact.name}-')})"
         for entry in piece.written.entries:
             if entry.get("status") == "failed" and not name.endswith(LOCAL_SUFFIX):  # one of this machine says it in its row
                 which = " ".join(str(entry.get(key) or "") for key in ("panel", "key")).strip()
@@ -277,7 +279,8 @@ class Collection:
         for run in runs.values():
             try:
                 if run.record is not None and run.dense is not None:
-                    run.row = against_dense(run.record, run.dense, intervals=not run.brief)
+                    enough = run.record.data.windows >= MIN_WINDOWS
+                    run.row = against_dense(run.record, run.dense, intervals=enough and not run.brief)
             except Exception as error:  # whatever a damaged record does: it is left out, and the others stay
                 self.trouble(run, error)
                 run.record = run.record if isinstance(error, QuickSilverError) else None

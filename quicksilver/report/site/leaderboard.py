@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -83,7 +83,7 @@ def boards(runs: Iterable[NamedRecord]) -> list[Board]:
         own = pd.concat([front(mine["saved"], mine["cost"]) for _, mine in frame.groupby("method")]).sort_index()
         frame = frame[own].sort_values(["cost", "saved"], ascending=[True, False], kind="stable")
         frame["front"] = front(frame["saved"], frame["cost"])
-        keys = {method: varied(mine["options"]) for method, mine in frame.groupby("method")}
+        keys = {method: _most_varied(list(mine["options"])) for method, mine in frame.groupby("method")}
         entries = []
         for one in frame.to_dict("records"):
             own_options = ((key.rpartition(".")[2], one["options"].get(key)) for key in keys[one["method"]])
@@ -92,6 +92,11 @@ def boards(runs: Iterable[NamedRecord]) -> list[Board]:
             entries.append(Entry(one["run"], one["method"], said, bool(one["front"]), far.get(one["setting"])))
         found.append(Board(model, text, entries))
     return sorted(found, key=lambda board: (-len(board.entries), board.model, board.text))
+
+
+def _most_varied(options: Sequence[Mapping[str, str]]) -> list[str]:
+    """The options that differ, those first that take the most values: a row has room for a few."""
+    return sorted(varied(options), key=lambda key: -len({one.get(key) for one in options}))
 
 
 def _counts(record: Record, row: Mapping[str, Any]) -> bool:

@@ -307,6 +307,7 @@ def best(panel: PrintedPanel) -> set[tuple[int, int]]:
                 row.row: re.fullmatch(r"([+-]?\d[\d.]*)%?( \[.*)?", "".join(row.cells[at][:1]))
                 for one in panel.sections
                 for row in one.rows
+                if "†" not in "".join(row.cells[0])  # what looks ahead is no candidate
             }
             values = {row: sign * float(match[1]) for row, match in cells.items() if match is not None}
             if len(set(values.values())) > 1 and (sign < 0 or max(values.values()) > 0):  # what saves nothing is not marked

@@ -67,7 +67,8 @@ def token_views(record: Record) -> list[dict[str, Any]]:
         try:
             words: dict[str, Any] = {"texts": window_tokens(record, window)}
         except (QuickSilverError, OSError) as error:
-            words = {"texts": None, "no_texts": str(error)}
+            said = f"this text is not on the machine that made the report. {error}"
+            words = {"texts": None, "no_texts": said}
         view = {"name": f"window {window}, {why}", "window": window, "prompt": prompt, "signals": {}, "nats": None}
         view |= {"scored": record.protocol.prompt_tokens if prompt else 1, "words": _words(record, window)}
         texts.append(view | words | _from_trace(trace, window))

@@ -170,7 +170,7 @@ def test_an_estimate_of_joules_is_drawn_as_one_and_answers_no_claim(tmp_path: Pa
         made = records(tmp_path / str(measured), measured=measured)
         figure = built("figure", "16", made)
         assert set(figure.frame["method"]) == {"RAPL" if measured else "estimate"}
-        assert ("a counter" if measured else "an estimate") in " ".join(figure.caption)
+        assert ("a counter" if measured else "estimated from the clock") in " ".join(figure.caption)
         answers = find("figure", "16").answered
         if measured:
             assert answers["f2.joint.emissions_saved_pct"].of_record(made[costs.JOINT]) is not None

@@ -81,7 +81,7 @@ def test_what_is_said_about_ours_names_the_peers_that_are_better(tmp_path: Path)
     frame = methods.frame(outcomes(tmp_path / "a", MEASURED))
     on = " ".join(methods.findings(frame))
     assert "Halting, least attended (+39% of the prompt's time" in on
-    assert "is beaten by no peer" in on
+    assert "is beaten by no method of others" in on
     assert "takes 0.41 of the time of dynamic int8, which takes 1.50" in on
     assert "0.40 of its quantized baseline" in on
     worse = MEASURED | {"ours.halting_attention": (0.04, 0.63)}

@@ -57,7 +57,8 @@ def made(tmp_path_factory) -> Path:
     world = make_world(folder, layers=LAYERS, window=WINDOW, prompt=PROMPT)
     words = [*world, "dataset.windows=8", "protocol=continuation", f"protocol.prompt_tokens={PROMPT}", f"results_dir={results}"]
     words += [f"measure.signals.{word}" for word in ("sentences=['A sentence of its own.']", "windows=1", "attribution=false")]
-    rows = [Row("continuation", "", key, key, more) for key, more in RUNS.items()]
+    claimed = {"all": "table11.cumulative.quantization"}
+    rows = [Row("continuation", "", key, key, more, reported=claimed.get(key)) for key, more in RUNS.items()]
     records = ensure([compose([*words, *row.overrides]) for row in rows])
     store = Store(results)
     outcomes = [Outcome(row, record, store.dense_of(record)) for row, record in zip(rows, records, strict=True)]
@@ -354,6 +355,15 @@ def test_an_added_record_is_on_the_leaderboard_of_whoever_has_the_repository(cop
 # --- what is missing --------------------------------------------------------------------------------------------------------------
 def report(results: Path) -> int:
     return console.main(["report", f"results_dir={results}"])
+
+
+def test_a_record_of_few_windows_has_its_page_without_an_interval(copy, records, monkeypatch):
+    monkeypatch.setattr("quicksilver.report.site.collection.MIN_WINDOWS", 9)
+    for name in ("tables", "figures"):
+        shutil.rmtree(copy / name)
+    assert report(copy) == 0
+    page = (copy / "report" / "runs" / f"{records['share'].fingerprint}.html").read_text()
+    assert "8 windows are too few for an interval" in page
 
 
 def test_a_missing_record_is_named_with_the_command_that_makes_it(copy, records, capsys):

@@ -97,6 +97,8 @@ addEventListener("resize", cue);
 addEventListener("themechange", () => paintCharts(documents));
 addEventListener("DOMContentLoaded", () => {
   document.querySelector(`nav a[data-name="${document.body.dataset.page}"]`)?.setAttribute("aria-current", "page");
+  const nav = document.querySelector(".bar nav"), here = nav?.querySelector("[aria-current]");
+  if (here) nav.scrollLeft = here.offsetLeft - nav.clientWidth / 2; // a narrow window has a part of the menu
   setUpTheme();
   setUpLedger();
   cue();

@@ -12,7 +12,7 @@ import subprocess
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -118,7 +118,7 @@ LOOKAHEAD = "† marks results that look ahead: decisions read the tokens to be 
 
 
 def against_dense(
-    record: Record, dense: Record, processes: Sequence[TimedProcess] = (), *, intervals: bool = True
+    record: Record, dense: Record, processes: Sequence[TimedProcess] = (), *, intervals: bool | Literal["judged"] = True
 ) -> dict[str, Any]:
     """Everything a table prints about `record` against `dense`, the record of the same run without modules.
 
@@ -126,7 +126,8 @@ def against_dense(
     minus dense perplexity with its 95% paired bootstrap interval, in perplexity and in percent. What was not measured is absent.
 
     Args:
-        intervals: without them no window is read, and of quality Δppl in percent is the only difference.
+        intervals: without them no window is read, and of quality Δppl in percent is the only difference. `judged`: of Δppl and of the
+            difference from the null, which verdicts go by, and no other.
         processes: those that timed it again, if any: their times are taken.
 
     Raises:
@@ -140,7 +141,11 @@ def against_dense(
     if audit is not None:
         row |= {key: getattr(audit, key.removeprefix("audit_")) for key in AUDIT}
     if record.fingerprint != dense.fingerprint:
-        row |= _quality(record, dense, null) if intervals else {"delta_ppl_pct": 100 * (quality.ppl / dense.quality.ppl - 1)}
+        row |= (
+            _quality(record, dense, null, intervals)
+            if intervals
+            else {"delta_ppl_pct": 100 * (quality.ppl / dense.quality.ppl - 1)}
+        )
     for ledger in LEDGERS:
         row |= {f"{ledger}_flops": record.flops(ledger), f"{ledger}_flops_saved_pct": record.flops_saved_pct(ledger)}
     if record.dense is not None and record.dense.kv_bytes:
@@ -174,7 +179,7 @@ def check_against_dense(record: Record, dense: Record) -> None:
             check_pairs(record, record, baseline_column="null_nll_nats")
 
 
-def _quality(record: Record, dense: Record, null: NullResult | None) -> dict[str, Any]:
+def _quality(record: Record, dense: Record, null: NullResult | None, intervals: bool | Literal["judged"]) -> dict[str, Any]:
     """Perplexity and KL to dense and to the null, and how the added loss lies over windows: `delta_nats` a token, `delta_nats_median` of the
     windows, and `worst5_share_pct`, what the five windows that lose most have of the sum; absent where the run loses nothing."""
     nats, tokens, dense_nats, dense_tokens = pairs_of(record, dense)
@@ -183,13 +188,14 @@ def _quality(record: Record, dense: Record, null: NullResult | None) -> dict[str
     row["delta_nats_median"] = float(np.median(nats / tokens - dense_nats / dense_tokens))
     if added.sum() > 0:
         row["worst5_share_pct"] = 100 * float(added[-5:].sum() / added.sum())
-    if record.quality.kl_nats is not None and "kl_nats" in record.windows:
+    if intervals is True and record.quality.kl_nats is not None and "kl_nats" in record.windows:
         kl = bootstrap(mean, record.windows["kl_nats"])
         row |= dict(kl_nats=record.quality.kl_nats, kl_nats_low=kl.low, kl_nats_high=kl.high)
         row["top1_agreement"] = record.quality.top1_agreement
     if null is not None:
         row |= dict(null_kl_nats=null.kl_nats, null_ppl=null.ppl, null_kind=null.kind)
-        row |= interval("null_delta_ppl", paired_records(record, dense, column="null_nll_nats"))
+        if intervals is True:
+            row |= interval("null_delta_ppl", paired_records(record, dense, column="null_nll_nats"))
         row |= interval("versus_null_ppl", paired_records(record, record, baseline_column="null_nll_nats"))
         row["versus_null_p"] = sign_flip_p(record.windows["nll_nats"] - record.windows["null_nll_nats"])
         if (seeds := null.seed_ppl) is not None:

@@ -144,7 +144,7 @@ def test_a_run_that_was_timed_again_is_kept_and_says_so(clone) -> None:
     kept = load_record(before.path)
     assert kept.content["latency_ms"] == found.content["latency_ms"] != before.content["latency_ms"]
     assert kept.quality == before.quality
-    assert "timed again; 4 of 10 windows verified identical" in confirmation([kept])
+    assert "made again; 4 of 10 windows verified identical" in confirmation([kept])
     store.runs.rename(store.root / "away")
     (again,) = ensure([compose(words)])
     assert again.confirmed.agrees

@@ -302,7 +302,8 @@ class _Claim:
         column = answer.column or ("ppl" if self.what.of_dense and self.is_reference else self.what.column)
         if record is None or dense is None or column is None or (column != "ppl" and record.fingerprint == dense.fingerprint):
             return None  # dense inference against itself is zero by definition
-        found = _against_dense(record.path, dense.path, processes)
+        asked = () if self.what.kind == "quality" else (processes,)
+        found = _against_dense(record.path, dense.path, *asked)
         value, *ends = numbers(found, column)
         if value is None:
             return None
@@ -340,9 +341,11 @@ class _Claim:
 
 
 @cache
-def _against_dense(folder: Path, dense_folder: Path, processes: tuple[TimedProcess, ...] = ()) -> Mapping[str, Any]:
-    """`against_dense`, once for all claims that a record answers."""
-    return against_dense(load_record(folder), load_record(dense_folder), processes)
+def _against_dense(folder: Path, dense_folder: Path, processes: tuple[TimedProcess, ...] | None = None) -> Mapping[str, Any]:
+    """`against_dense`, once for all claims that a record answers: for its quality, or else by these processes without intervals of quality."""
+    return against_dense(
+        load_record(folder), load_record(dense_folder), processes or (), intervals="judged" if processes is None else False
+    )
 
 
 def saved_pct(record: Record, dense: Record, column: str) -> Estimate:

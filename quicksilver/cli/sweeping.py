@@ -36,7 +36,7 @@ from quicksilver.runs.choices import explain
 from quicksilver.runs.composing import check_words, hydra_started, is_swept, with_settings
 from quicksilver.runs.config import RunConfig, compose
 from quicksilver.runs.context import RunContext
-from quicksilver.runs.estimate import check_time, duration, estimates, not_here, table
+from quicksilver.runs.estimate import check_time, duration, estimates, not_here, table, without_record
 from quicksilver.runs.launchers import HERE, SERIAL, check_launcher, launch, launcher_name
 from quicksilver.runs.run import Plan, Progress, check_shared, make, parts_of, plan
 from quicksilver.runs.sweep import Manifest, Sweep, SweepRun, check_name, claimed, default_name, expanded, time_left_s
@@ -74,7 +74,12 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
             split = [[word.partition("=") for word in differing] for _, differing in swept]
             short = [" ".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in words) for words in split]
             configs = [compose(words, extra_dirs) for words, _ in swept]
-            print(table(estimates(configs, differing=short), not_here(configs)))
+            left = without_record(configs)
+            unmade = {id(config) for config in left}
+            differing = [words for config, words in zip(configs, short, strict=True) if id(config) in unmade]
+            if done := len(configs) - len(left):
+                print(f"{done} of {len(configs)} runs {'have their records' if done > 1 else 'has its record'}.")
+            print(table(estimates(left, differing=differing), not_here(left)))
             return 0
         with gc_disabled():
             composed = compose_runs(overrides, settings, extra_dirs, asked.yes)

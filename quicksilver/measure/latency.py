@@ -289,6 +289,8 @@ class LatencyResult(Result):
         one, of = prompt or self.timing(), " of the prompt's" if prompt else ""
         assert one is not None  # of the whole batch there always is one
         saved, low, high = (100 * (1 - value) for value in (one.ratio.median, one.ratio.high, one.ratio.low))
+        if abs(saved) <= one.noise_floor_pct:
+            return f"≈ 0{of} time saved: {saved:.1f}% is within the noise of the clock ({one.noise_floor_pct:.1f}%)"
         return f"{saved:.1f}%{of} time saved (quartiles {low:.1f} to {high:.1f}; noise {one.noise_floor_pct:.1f}%)"
 
 

@@ -71,8 +71,8 @@ NOISE = (
 LEGEND = (  # a column, and what is said where a row has it
     (
         "executed_flops",
-        "Speedup and FLOPs saved are decreases in percent of dense inference: 25 means a quarter less time or work. The dense row shows "
-        "milliseconds a batch, and operations (G = 10⁹).",
+        "Saved is a decrease in percent of dense inference: 25 means a quarter less. The dense row shows what it has: operations (G = 10⁹), "
+        "milliseconds a batch.",
     ),
     (
         "speedup_pct",

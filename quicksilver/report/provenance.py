@@ -99,14 +99,16 @@ def confirmation(records: Sequence[Record]) -> str | None:
     formats = ", ".join(dict.fromkeys(one.number_format or "float32" for one in found if one.agrees))
     if all(record.is_kept for record in records):
         return f"{taken} run{'s were' if taken > 1 else ' was'} made again; {windows} windows verified identical to {apart:.1g} nats a token."
-    said = [f"{len(found)} runs scored {windows} windows again: at most {apart:.1g} nats a token from the repository's record."]
+    said = [
+        f"{len(found)} run{'s' * (len(found) > 1)} scored {windows} windows again: at most {apart:.1g} nats a token from the repository's record."
+    ]
     if others := len(found) - taken:
         said.append(
             f"{others} differ by more than their number format leaves, or have another kernel, and were measured here as a whole."
         )
     if taken:
         own = "of them only times and energy are of this machine; records=own measures all of it."
-        said.append(f"{taken} are confirmed within their number format ({formats}): {own}")
+        said.append(f"{taken} {'are' if taken > 1 else 'is'} confirmed within their number format ({formats}): {own}")
     return " ".join(said)
 
 

@@ -59,13 +59,18 @@ def explain(error: Exception, overrides: Sequence[str] = (), extra_dirs: Sequenc
     """One line for what Hydra or OmegaConf raised over `overrides`: the key, the value and what to write."""
     if isinstance(error, OverrideParseException):
         return f"{error.override!r} is not an override: write key=value, such as model=gpt2 or modules.halting.resume_layers=4."
+    if (unknown := re.search(r"Could not find 'hydra/(launcher|sweeper)/([^']+)'", str(error))) is not None:
+        what, name = unknown.groups()
+        known = sorted({"basic", *(path.stem for path in (config_dir() / "hydra" / what).glob("*.yaml"))})
+        return f"hydra/{what}={name}: there is no such {what}. {suggest(name, known, 'Choices')}"
     if isinstance(error, MissingConfigException):
         group, _, name = (error.missing_cfg_file or "").partition("/")
         return no_such_choice(group, name, extra_dirs) if group in GROUPS else _plain(error)
     if str(error).strip().startswith("Ambiguous value for argument"):
         word = next((one for one in overrides if "," in one and one in str(error)), "KEY=A,B")
         key, _, given = word.partition("=")
-        return f"{word}: these are several values. A sweep takes them: quicksilver run -m {shlex.join(overrides)}. One list is written {key}=[{given}]."
+        listed = f" One list is written {key}=[{given}]." if re.fullmatch(r"[\d.,eE+-]+", given) else ""
+        return f"{word}: these are several values. A sweep takes them: quicksilver run -m {shlex.join(overrides)}.{listed}"
     # Of a yaml that does not fit Hydra raises its own error, with OmegaConf's as the context alone.
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     said = _explain_key(cause, extra_dirs) if isinstance(cause, OmegaConfBaseException) and cause.full_key else _plain(error)
@@ -82,7 +87,9 @@ def no_such_choice(group: str, name: str | None, extra_dirs: Sequence[Path] = ()
     known = choices(group, extra_dirs)
     if not name:
         return f"{group}={'null' if name is None else name} names nothing. Choices: {', '.join(known)}."
-    own = "" if extra_dirs else " One of your own needs --config-dir FOLDER."
+    here = Path(group) / f"{name}.yaml"
+    own = f" {here} is read with --config-dir ." if here.is_file() else " One of your own needs --config-dir FOLDER."
+    own = "" if extra_dirs else own
     return f"{group}={name}: there is no such {group.removesuffix('s')}. {suggest(name, known, 'Choices')}{own}"
 
 

@@ -297,7 +297,7 @@ def _of_no_use(path: Path, folder: Path, content: Any) -> str:
     if isinstance(content, dict) and group in ("model", "dataset") and content.get("name") in known:
         return f"its name: {content['name']} is that of a {group} of the package: give it another"
     if not content:
-        return "it is empty"
+        return f"it is empty but for comments; a module has _target_: {path.stem}.Class" if group == "modules" else "it is empty"
     if (
         group == "modules"
         and isinstance(content, dict)

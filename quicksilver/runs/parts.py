@@ -112,7 +112,7 @@ def _why_foreign(module: str, name: str, base: str) -> str:
     if _definition(module, name) is None:
         classes = ", ".join(_read(path, path.stat().st_mtime_ns, module).classes) or "none"
         return f"{path.name} has no class {name}. Its classes: {classes}."
-    return f"it is no {base} class of quicksilver or of a file of your own that imports quicksilver."
+    return f"it is no {base} class of quicksilver or of a file of your own that imports quicksilver (docs/adding-a-module.md)."
 
 
 # --- sources, read and not imported ---------------------------------------------------------------------------------------------
@@ -260,6 +260,7 @@ def build_modules(entries: Mapping[str, Any], tokenizer: Any = None) -> list[Any
     # All are checked before the first is built. Sorted: whatever order they were selected in must not decide anything.
     classes = {name: module_class(name, entry) for name, entry in sorted(entries.items())}
     for name, cls in classes.items():
+        _check_signatures(f"modules.{name}", cls)
         arguments = _arguments(f"modules.{name}", entries[name], cls)
         for key, value in arguments.items():
             if key.endswith("_ids") and isinstance(value, list):
@@ -277,6 +278,21 @@ def build_modules(entries: Mapping[str, Any], tokenizer: Any = None) -> list[Any
             shown = ", ".join(f"{k}={v!r}" for k, v in arguments.items())
             raise ConfigError(f"modules.{name} cannot be built from {shown}: {error}") from error
     return built
+
+
+def _check_signatures(key: str, cls: type) -> None:
+    """Refuse methods of one's own that a run could not call; raises ConfigError."""
+    ours = [base for base in cls.__mro__ if base.__module__ == "quicksilver.runtime.module"]
+    for name, method in ((name, method) for base in ours for name, method in vars(base).items()):
+        own = getattr(cls, name)
+        if name.startswith("_") or not inspect.isfunction(method) or own is method or not inspect.isfunction(own):
+            continue
+        asked = inspect.signature(method)
+        try:
+            inspect.signature(own).bind(*asked.parameters)
+        except TypeError:
+            takes = ", ".join(asked.parameters)
+            raise ConfigError(f"{key}: {cls.__name__}.{name}{inspect.signature(own)} must take ({takes}).") from None
 
 
 def _arguments(key: str, entry: Mapping[str, Any], cls: type) -> dict[str, Any]:

@@ -217,15 +217,13 @@ class Deciding:
         view = self._view(call, forward, result, after, watched, attention_output)
         tokens = TokenState(state, view, packing.order, self._real(forward, packing, view.index))
         before = (state.halt_layer, len(state.fusions))
-        # The run's own states, so that a view costs no copy. torch counts writes into a tensor, but not under inference_mode.
-        states = [one for one in (view.before, view.after) if not one.is_inference()]
-        writes = [one._version for one in states]
         for policy in policies:
+            shown, fusions = _written(view), len(state.fusions)
             policy.decide(view, tokens)
-            if [one._version for one in states] != writes:
+            if _written(view) != shown and len(state.fusions) == fusions:  # what is fused, `fuse` puts into the view
                 name = type(policy).__name__
                 raise ConfigError(
-                    f"{name}.decide wrote into the states of layer {call.layer}: read view.before and view.after, and change nothing in place."
+                    f"{name}.decide changed the states of layer {call.layer}: read view.before and view.after, and write into neither."
                 )
         forward.decided(changed_active=state.halt_layer is not before[0] or len(state.fusions) != before[1])
         if forward.executed is not state:
@@ -362,6 +360,12 @@ class Deciding:
 
 def _facts(store: CacheLayer) -> Entries:
     return store.storage.stored_entries
+
+
+def _written(view: LayerView) -> list[tuple[int, int]]:
+    """Which tensors the view's states are, and how often each was written into: they are the run's own, so that a view costs no copy. Under
+    inference_mode torch does not count."""
+    return [(id(one), 0 if one.is_inference() else one._version) for one in (view.before, view.after)]
 
 
 def _put(packing: Packing, output: torch.Tensor, before: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:

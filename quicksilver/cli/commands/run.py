@@ -52,6 +52,8 @@ class Run(SweepOptions):
         if given.multirun or self.plan or any(word.startswith(_MAY_SWEEP) for word in overrides):
             from quicksilver.cli import sweeping
 
+            if self.plan and not given.multirun and not sweeping.is_sweep(overrides, extra_dirs):
+                compose(overrides, extra_dirs)  # refuses what the run would refuse: several values without -m
             if given.multirun or self.plan or sweeping.is_sweep(overrides, extra_dirs):
                 return sweeping.main(overrides, extra_dirs, self)
         if (self.name, self.limit, self.workers, self.shard) != (None, None, None, False):

@@ -13,7 +13,7 @@ COMMANDS = [
     ("status results_dir=/nowhere", ["there is no such folder"]),
     ("run model=folder model.name=x model.path=/nowhere", ["there is no folder /nowhere"]),
     ("run model=gpt2 model.path=/nowhere plan=true", ["there is no config.json in /nowhere"]),
-    ("run modules=[halting] modules.halting.tau_drift=p10,p20", ["several values", "quicksilver run -m", "[p10,p20]"]),
+    ("run modules=[halting] modules.halting.tau_drift=p10,p20", ["several values", "quicksilver run -m"]),
     ("run modules=[mine]", ["there is no such module", "--config-dir FOLDER"]),
     ("run modules=[halting,halting]", ["names halting twice"]),
     ("fit layers=[99]", ["layers=[99]", "from 0 to"]),

@@ -14,6 +14,11 @@ COMMANDS = [
     ("run model=folder model.name=x model.path=/nowhere", ["there is no folder /nowhere"]),
     ("run model=gpt2 model.path=/nowhere plan=true", ["there is no config.json in /nowhere"]),
     ("run modules=[halting] modules.halting.tau_drift=p10,p20", ["several values", "quicksilver run -m"]),
+    ("run modules=[halting] modules.halting.tau_drift=p10,p20 plan=true", ["several values", "quicksilver run -m"]),
+    (
+        "run -m modules=[halting] seed=0,1 hydra/launcher=slurm",
+        ["hydra/launcher=slurm", "Choices: basic, joblib", "submitit_slurm"],
+    ),
     ("run modules=[mine]", ["there is no such module", "--config-dir FOLDER"]),
     ("run modules=[halting,halting]", ["names halting twice"]),
     ("fit layers=[99]", ["layers=[99]", "from 0 to"]),

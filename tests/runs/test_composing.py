@@ -113,6 +113,15 @@ def test_a_class_without_fields_may_be_a_module(tmp_path, monkeypatch, init, say
         build_modules(entry)
 
 
+def test_a_method_that_a_run_could_not_call_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "narrow.py").write_text(
+        "from quicksilver.runtime import TokenPolicy\n\nclass Narrow(TokenPolicy):\n    def decide(self, view):\n        pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"Narrow.decide\(self, view\) must take \(self, view, tokens\)"):
+        build_modules({"narrow": {"_target_": "narrow.Narrow"}})
+
+
 def test_an_option_of_another_type_is_refused_where_post_init_is_one_s_own(tmp_path, monkeypatch):
     (tmp_path / "careless.py").write_text(
         "from dataclasses import dataclass\nfrom quicksilver.runtime import TokenPolicy\n\n@dataclass\nclass Careless(TokenPolicy):\n"

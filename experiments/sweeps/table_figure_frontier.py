@@ -129,6 +129,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     said = (
         "A share of a prompt's tokens leaves it after a fifth of the layers; the name of the line says which ones. Static depth: all tokens but the "
         f"last leave at one depth. Bars: 95% intervals, paired by window{f'; {windows.max():g} windows' if len(windows) else ''}. "
+        "Table front scores more windows by default, so its numbers differ slightly. "
         f"Grey band: the loss of the paper's abstract, up to +{cost:.1f}%. Its {saved:g}% of FLOPs are counted by another formula and have no place "
         f"on this axis. Lines below +{_NEAR:g}% are named in the right picture, where points are moved sideways by at most half a point."
     )
@@ -156,4 +157,4 @@ def _finding(frame: pd.DataFrame) -> str:
         point = near.loc[TECHNIQUES[key][0]]
         saved = f" at {point['prompt_executed_flops_saved_pct']:.0f}%" if point["apart"] > 2 else ""
         costs.append(f"{said} {point['delta_ppl_pct']:+.1f}%{saved}")
-    return f"Perplexity when 40% of a prompt's work goes: {', '.join(costs)}"
+    return f"Perplexity when 40% of a prompt's work goes ({frame['windows'].max():g} windows): {', '.join(costs)}"

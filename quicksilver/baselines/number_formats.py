@@ -12,7 +12,7 @@ from torch import nn
 
 from quicksilver.modules.kernels import replaced_linears
 from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.errors import ConfigError, KernelError
+from quicksilver.runtime.errors import ConfigError, KernelError, installing
 from quicksilver.runtime.module import NumberFormat, Transform
 from quicksilver.runtime.quantized.kernels import DYNAMIC_INT8, Product, weight_of
 from quicksilver.runtime.quantized.linear import where_it_runs
@@ -127,7 +127,7 @@ def _torchao() -> tuple:
         from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
     except ImportError as error:
         raise ConfigError(
-            f"int8_dynamic: backend='torchao' needs torchao, which cannot be imported ({error}): pip install 'quicksilver-lm[peers]', "
+            f"int8_dynamic: backend='torchao' needs torchao, which cannot be imported ({error}): {installing('peers')}, "
             "or take backend='torch', the same recipe."
         ) from None
     return quantize_, Int8DynamicActivationInt8WeightConfig

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from quicksilver.cli.main import fault_of_own_file, say
-from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runtime.errors import ConfigError, QuickSilverError, installing
 
 if TYPE_CHECKING:
     from quicksilver.measure.measurement import Result
@@ -62,7 +62,7 @@ def needing(what: str, extra: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "quicksilver":
             raise
-        raise ConfigError(f"{what} needs {error.name}, which is not installed: pip install 'quicksilver-lm[{extra}]'.") from error
+        raise ConfigError(f"{what} needs {error.name}, which is not installed: {installing(extra)}.") from error
 
 
 @contextmanager
@@ -114,10 +114,13 @@ def watched(steps: Sequence[Planned]) -> Iterator[Callable[[Progress], None]]:
     """Say on stderr how much there is to do and how far it is: a bar with the time left on a terminal, else one line a run."""
     from quicksilver.runs.estimate import duration
 
-    if missing := sum(not step.done for step in steps):
-        there = len(steps) - missing
+    if missing := [step for step in steps if not step.done]:
+        there, reused = len(steps) - len(missing), sum(step.reuses_quality for step in missing)
         runs = f"{len(steps)} run{'s' * (len(steps) != 1)}"
-        print(f"This needs {runs}: {there} have a record, {missing} must be made.", file=sys.stderr, flush=True)
+        checks = (
+            f" {reused} of these reuse committed quality after checking some windows; times are measured here." if reused else ""
+        )
+        print(f"This needs {runs}: {there} have a record, {len(missing)} must be made.{checks}", file=sys.stderr, flush=True)
     announced: set[int] = set()
     started = time.monotonic()
     with progress_bar() as bar:

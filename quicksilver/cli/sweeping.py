@@ -37,7 +37,7 @@ from quicksilver.runs.composing import check_words, hydra_started, is_swept, wit
 from quicksilver.runs.config import RunConfig, compose
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.estimate import check_time, duration, estimates, not_here, table, without_record
-from quicksilver.runs.launchers import HERE, SERIAL, check_launcher, launch, launcher_name
+from quicksilver.runs.launchers import HERE, SERIAL, check_launcher, launch, launcher_name, workers_of
 from quicksilver.runs.run import Plan, Progress, check_shared, make, parts_of, plan
 from quicksilver.runs.sweep import Manifest, Sweep, SweepRun, check_name, claimed, default_name, expanded, time_left_s
 from quicksilver.runs.tracker import check_tracker, sync_hint
@@ -79,7 +79,8 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
             differing = [words for config, words in zip(configs, short, strict=True) if id(config) in unmade]
             if done := len(configs) - len(left):
                 print(f"{done} of {len(configs)} runs {'have their records' if done > 1 else 'has its record'}.")
-            print(table(estimates(left, differing=differing), not_here(left)))
+            workers = 1 if launcher == SERIAL else workers_of(settings, asked.workers)
+            print(table(estimates(left, differing=differing), not_here(left), workers))
             return 0
         with gc_disabled():
             composed = compose_runs(overrides, settings, extra_dirs, asked.yes)
@@ -111,7 +112,9 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
             run_or_runs = "One run of this sweep" if failed == 1 else f"{failed} runs of this sweep"
             say(f"{run_or_runs} failed (above). The others have their records; the same command repeats only what failed.")
         if trouble is not None:
-            say(f"{trouble} {states.count('done')} of {len(states)} runs have their records; the same command goes on.")
+            say(
+                f"{trouble} {states.count('done')} of {len(states)} runs have their records. Once that is mended, the same command goes on."
+            )
         return 1 if failed or trouble is not None else 0
 
 
@@ -269,9 +272,12 @@ def _make(board: Board, composed: Composed, asked: SweepOptions, settings: DictC
     worker = Worker(str(sweep.store.root.absolute()), sweep.manifest.name, tuple(wanted), asked.shard)
     try:
         with _watched(board):
-            launch(settings, worker, workers, sweep.folder.absolute() / "workers", lambda: not any(map(sweep.is_open, backwards)))
+            logs, is_over = sweep.folder.absolute() / "workers", lambda: not any(map(sweep.is_open, backwards))
+            launch(settings, worker, workers, logs, is_over, lambda: bool(sweep.workers()))
     except QuickSilverError as error:
         return error
+    if died := sweep.forget_dead_workers():
+        say(f"{died} of {workers} workers died, killed by hand or for want of memory. The others made all runs.")
     return None
 
 
@@ -404,7 +410,7 @@ def work_through(
                 label, began = sweep.manifest.label(run), time.monotonic()
                 left_s = time_left_s(left, seconds)
                 if not sys.stderr.isatty():
-                    _err(f"{label}{f', about {duration(left_s)} left' if left_s else ''}")
+                    _err(f"{label} begins{f', about {duration(left_s)} left' if left_s else ''}")
                 if together:
                     parallel.broadcast_from_rank0(run.number)
                 names = {} if run.fingerprint is None else {run.fingerprint: label}

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
-from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.errors import ConfigError, installing
 
 Numbers = NDArray[np.float64]
 Metric = Callable[[Numbers, Numbers], Numbers]
@@ -99,7 +99,7 @@ def load_metric(metric: str) -> Callable[[Sequence[float], Sequence[float]], dic
         import evaluate
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"measure.task.evaluate={metric} needs {error.name}, which is not installed: pip install 'quicksilver-lm[tasks]'."
+            f"measure.task.evaluate={metric} needs {error.name}, which is not installed: {installing('tasks')}."
         ) from error
     script = metric.endswith(".py")
     if script and not Path(metric).is_file():

@@ -21,7 +21,7 @@ from quicksilver.data.sources import below
 from quicksilver.data.spec import TaggerConfig
 from quicksilver.data.treebank import Sentence, sentences
 from quicksilver.files import write_atomically
-from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.errors import ConfigError, installing
 from quicksilver.runtime.reading import read_bytes, read_json
 
 SPACY_MODELS = ("en_core_web_trf", "en_core_web_lg", "en_core_web_md", "en_core_web_sm")
@@ -126,7 +126,7 @@ class _Perceptron:
             from nltk.tag.perceptron import PerceptronTagger
         except ImportError:
             raise ConfigError(
-                "dataset.tagger.name=perceptron needs nltk, which is not installed: pip install 'quicksilver-lm[linguistics]'."
+                f"dataset.tagger.name=perceptron needs nltk, which is not installed: {installing('linguistics')}."
             ) from None
         self._tagger: Any = PerceptronTagger(load=False)
         gold = [

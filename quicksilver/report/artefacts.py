@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from quicksilver.report.table import without_folders
-from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.errors import ConfigError, installing
 
 if TYPE_CHECKING:  # matplotlib is for who draws, pandas for who reads records: a list of what there is needs neither
     from quicksilver.records.record import Record
@@ -210,7 +210,7 @@ class Artefact:
             if (error.name or "").split(".")[0] == "quicksilver":
                 raise
             raise ConfigError(
-                f"{self.kind} {self.number} needs {error.name}, which is not installed: pip install 'quicksilver-lm[plots]'."
+                f"{self.kind} {self.number} needs {error.name}, which is not installed: {installing('plots')}."
             ) from error
 
     @cached_property

@@ -374,7 +374,8 @@ def label_points(drawing: Drawing, labels: Mapping[Axes, Sequence[tuple[float, f
             written.set_position((float(across), float(up)))
             if max(abs(np.array([across, up]) + half)) > 3 * size:
                 arrow = {"arrowstyle": "-", "color": GREY, "linewidth": 0.4, "shrinkA": 0, "shrinkB": 2}
-                plot.annotate("", (x, y), (float(across), float(up + half[1])), arrowprops=arrow, **look)
+                near = float(np.clip(0, across, across + 2 * half[0])), float(np.clip(0, up, up + 2 * half[1]))
+                plot.annotate("", (x, y), near, arrowprops=arrow, **look)
 
 
 def _strokes(plot: Axes) -> np.ndarray:
@@ -401,7 +402,7 @@ def _free_place(
     from matplotlib.transforms import Bbox
 
     best, least = (0.0, 0.0), (float("inf"), 0.0)
-    for distance in (0.6, 1.2, 2.2, 3.4):
+    for distance in (0.6, 1.2, 0.4, 2.2, 3.4):
         for across, up in ((1, 1), (1, -1), (-1, 1), (-1, -1), (1, 0), (-1, 0), (0, 1), (0, -1)):
             x = own[0] + across * distance * unit - (0, width / 2, width)[1 - across]
             y = own[1] + up * distance * unit - (0, height / 2, height)[1 - up]

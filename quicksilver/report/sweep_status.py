@@ -192,10 +192,12 @@ def told(who: lease.Holder, doing: Mapping[str, Any]) -> str:
 def how_far(doing: Mapping[str, Any]) -> str:
     """`quality, window 320 of 2000, 3.1 a second, about 9 min left`, of a `Progress` or what a draft says of it."""
     said = [doing["phase"]] if doing.get("phase") else []
-    if doing.get("windows"):
-        said.append("window {} of {}".format(*doing["windows"]))
-    if doing.get("windows_per_s"):
-        said.append(f"{doing['windows_per_s']:.3g} a second")
+    scored, windows = doing.get("windows") or (0, 0)
+    if windows and scored == windows:
+        said.append(f"all {windows} windows scored")
+    elif windows:
+        said.append(f"window {scored} of {windows}")
+        said += [f"{doing['windows_per_s']:.3g} a second"] if doing.get("windows_per_s") else []
     return ", ".join(said + ([f"about {duration(doing['left_s'])} left"] if doing.get("left_s") else []))
 
 

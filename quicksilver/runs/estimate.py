@@ -7,7 +7,9 @@ that is repeated for a second. An estimate: kernels smaller than that product ar
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -21,7 +23,7 @@ from quicksilver.models.memory_check import gibibytes, memory_bytes
 from quicksilver.models.spec import ModelConfig
 from quicksilver.runs.config import RunConfig
 from quicksilver.runs.context import RunContext
-from quicksilver.runs.parts import build_measurements
+from quicksilver.runs.parts import build_measurements, build_modules
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:
@@ -38,27 +40,23 @@ _VARIANTS = 3  # that take turns while time is taken: dense, the run, dense agai
 
 @dataclass(frozen=True)
 class Speed:
-    """Floating-point operations a second of a large matrix product, in the model's dtype on its device: the median of some samples, and their
-    `slowest` and `fastest` as multiples of it."""
+    """Floating-point operations a second of a large matrix product, in the model's dtype on its device: the median of some samples."""
 
     flops_per_s: float
     device: str
-    slowest: float = 1.0
-    fastest: float = 1.0
 
 
 @dataclass(frozen=True)
 class Estimate:
     """What one run takes: operations and calls of all its passes, weights alone and all memory (with the largest batch's logits, states and K/V),
-    and the disk of its record. Seconds are by the median speed, then by the fastest and the slowest sample; those of a block are what a kill costs
-    at most."""
+    and the disk of its record. Seconds of a block are what a kill costs at most. `calibrates`: a threshold is a percentile."""
 
     label: str
     flops: int
     calls: int
     seconds: float
-    seconds_between: tuple[float, float]
     block_seconds: float
+    calibrates: bool
     weights_bytes: int
     memory_bytes: int
     disk_bytes: int
@@ -131,8 +129,7 @@ def measured_speed(dtype: str, device_map: str, *, seconds: float = 1.0, size: i
             calls += 1
         took_s.append((time.perf_counter() - began) / calls)
         time.sleep(seconds / _SAMPLES)
-    middle = statistics.median(took_s)
-    return Speed(2 * size**3 / middle, device, middle / max(took_s), middle / min(took_s))
+    return Speed(2 * size**3 / statistics.median(took_s), device)
 
 
 def window_flops(arch: Architecture, tokens: int) -> int:
@@ -147,6 +144,7 @@ def estimate(config: RunConfig, arch: Architecture, speed: Speed, windows: int) 
     import torch
 
     from quicksilver.measure.perplexity import BLOCK_WINDOWS
+    from quicksilver.modules.calibration import Calibrated
 
     protocol, passed = config.protocol, windows_passed(config, windows)
     calls = round(passed / protocol.batch_size * (2 if protocol.name == "continuation" else 1))
@@ -160,10 +158,10 @@ def estimate(config: RunConfig, arch: Architecture, speed: Speed, windows: int) 
     states = 8 * tokens * arch.width * 4
     record = windows * protocol.window_tokens * arch.n_layers * _TRACE_BYTES if config.modules else 0
     seconds = flops / (_MATMUL_SHARE * speed.flops_per_s)
-    between = (seconds / speed.fastest, seconds / speed.slowest)
     block = seconds / passed * min(windows, max(BLOCK_WINDOWS, protocol.batch_size)) * (2 if config.modules else 1)
+    calibrates = any(isinstance(one, Calibrated) and one.calibration_signals() for one in build_modules(config.modules))
     memory = weights + kv + logits + states
-    return Estimate(config.label, flops, calls, seconds, between, block, weights, memory, record + 200_000)
+    return Estimate(config.label, flops, calls, seconds, block, calibrates, weights, memory, record + 200_000)
 
 
 def windows_passed(config: RunConfig, windows: int) -> float:
@@ -253,6 +251,10 @@ def estimates(
         if (key := f"{model.name} {model.path} {model.dtype}") not in shapes:
             shapes[key] = shape_of(model, root)
         windows = config.dataset.windows or _whole(config, context, fetch)
+        if config.dataset.reader not in ("task", "far-copy", "far-recall"):
+            with suppress(QuickSilverError):
+                there = _whole(config, context, fetch=False)
+                windows = there if windows > 2 * there else windows  # else it may be the number of bytes a token that is wrong
         one = estimate(config, shapes[key], speed or rate(model.dtype, model.device_map), windows)
         found.append(replace(one, label=" | ".join(filter(None, (said.get(id(config)), one.label)))))
     return found
@@ -296,22 +298,29 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def table(found: Sequence[Estimate], absent: Sequence[str] = ()) -> str:
-    """One line a run and their sum, for a terminal; absent: what is `not_here`."""
+def table(found: Sequence[Estimate], absent: Sequence[str] = (), workers: int = 1) -> str:
+    """One line a run and their sum, for a terminal; absent: what is `not_here`; workers: how many will make them."""
     if not found:
         return "Every run has its record: nothing would run."
-    lines = [f"{'run':<64} {'PFLOP':>8} {'time':>8} {'memory':>10} {'record':>10}"]
+    room = (shutil.get_terminal_size().columns if sys.stdout.isatty() else 150) - 40
+    wide = max(20, min(room, max(len(one.label) for one in found)))
+    lines = [f"{'run':<{wide}} {'PFLOP':>8} {'time':>8} {'memory':>10} {'record':>10}"]
     for one in found:
         work = f"{one.flops / 1e15:>8.3g} {duration(one.seconds):>8}"
-        lines.append(f"{one.label[:64]:<64} {work} {gibibytes(one.memory_bytes):>10} {gibibytes(one.disk_bytes):>10}")
-    least, most = (sum(one.seconds_between[end] for one in found) for end in (0, 1))
+        label = one.label if len(one.label) <= wide else f"{one.label[: wide - 1]}…"
+        lines.append(f"{label:<{wide}} {work} {gibibytes(one.memory_bytes):>10} {gibibytes(one.disk_bytes):>10}")
+    shared = f" by one worker, {duration(3600 * _hours(found) / min(workers, len(found)))} by {workers}" if workers > 1 else ""
     memory, disk, here = max(one.memory_bytes for one in found), sum(one.disk_bytes for one in found), memory_bytes()
     lines.append(
-        f"{len(found)} run{'s' * (len(found) > 1)}: about {duration(3600 * _hours(found))} on this machine, between {duration(least)} and "
-        f"{duration(most)} by the speeds measured now, "
+        f"{len(found)} run{'s' * (len(found) > 1)}: about {duration(3600 * _hours(found))}{shared} "
+        "(speed measured now; other work on the machine makes it longer), "
         f"{gibibytes(memory)} of memory, {gibibytes(disk)} of records on disk. Weights: {gibibytes(max(one.weights_bytes for one in found))}."
     )
     lines.append(f"If a run is killed, at most {duration(max(one.block_seconds for one in found))} of its work are lost.")
+    if any(one.calibrates for one in found):
+        lines.append(
+            "Thresholds by percentile first need a pass over the calibration text, unless it was made. It is not counted here."
+        )
     if absent:
         lines.append(f"Not on this machine: {', '.join(absent)}. A run looks below data.root=/folder, then asks the hub.")
     if memory > here:

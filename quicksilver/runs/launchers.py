@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -27,18 +28,30 @@ from quicksilver.records import lease
 from quicksilver.runs.composing import quoted
 from quicksilver.runs.config import RunConfig
 from quicksilver.runs.context import timed_measurements
-from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runtime.errors import ConfigError, QuickSilverError, installing
 
 SERIAL, SLURM = "basic", "submitit_slurm"
 HERE = (SERIAL, "joblib", "submitit_local")  # their workers are on this machine
 _EXTRAS = {"joblib": "sweep", "submitit_local": "slurm", SLURM: "slurm", "ray": "ray"}
 _JOB = re.compile(r"\d[^|]*\|[A-Z_]+")  # a line of squeue
+_LEAST = {
+    "timeout_min": 1, "nodes": 1, "tasks_per_node": 1, "cpus_per_task": 1, "array_parallelism": 1, "mem_gb": 0.1, "gpus_per_node": 0,
+    "max_num_timeout": 0, "signal_delay_s": 0,
+}  # fmt: skip
 _OUT_OF_MEMORY = re.compile(r"OUT_OF_ME|oom[_ -]?kill|exceeded (?:\w+ )?memory limit", re.IGNORECASE)
 
 
 def launcher_name(settings: DictConfig) -> str:
     """The choice of hydra/launcher."""
     return str(settings.runtime.choices["hydra/launcher"])
+
+
+def workers_of(settings: DictConfig, asked: int | None) -> int:
+    """How many workers there are to be, by the key `workers` or the launcher's yaml. Raises ConfigError: no such number."""
+    workers = settings.launcher.get("workers", 1) if asked is None else asked
+    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
+        raise ConfigError(f"hydra.launcher.workers={workers}: needs a whole number, at least 1.")
+    return workers
 
 
 def check_launcher(settings: DictConfig, configs: Iterable[RunConfig], results_dir: Path, asked: int | None = None) -> int:
@@ -53,12 +66,16 @@ def check_launcher(settings: DictConfig, configs: Iterable[RunConfig], results_d
         if asked not in (None, 1):
             raise ConfigError(f"workers={asked}: runs are made one by one unless there is a launcher: hydra/launcher=joblib.")
         return 1
-    workers = launcher.get("workers", 1) if asked is None else asked
-    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
-        raise ConfigError(f"hydra.launcher.workers={workers}: needs a whole number, at least 1.")
+    workers = workers_of(settings, asked)
     if launcher.get("_target_") not in Plugins.instance().class_name_to_class:
-        extra = f"pip install 'quicksilver-lm[{_EXTRAS[name]}]'" if name in _EXTRAS else "install its package"
+        extra = installing(_EXTRAS[name]) if name in _EXTRAS else "install its package"
+        extra += " in an environment of its own (docs/clusters.md)" if name == "ray" else ""
         raise ConfigError(f"hydra/launcher={name} is not installed: {extra}, or leave it out: runs are made one by one.")
+    for key, least in _LEAST.items():
+        value = launcher.get(key)
+        kind, said = (int | float, "a number") if key == "mem_gb" else (int, "a whole number")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kind) or value < least):
+            raise ConfigError(f"hydra.launcher.{key}={value}: needs {said}, at least {least}.")
     alone, ways = workers == 1, "workers=1"
     if name == SLURM:
         _check_slurm(launcher.get("partition"), results_dir)
@@ -153,7 +170,12 @@ def ask_squeue() -> None:
 
 
 def launch(
-    settings: DictConfig, task: Callable[[Any], Any], workers: int, log_dir: Path, is_over: Callable[[], bool] = lambda: False
+    settings: DictConfig,
+    task: Callable[[Any], Any],
+    workers: int,
+    log_dir: Path,
+    is_over: Callable[[], bool] = lambda: False,
+    at_work: Callable[[], bool] = lambda: False,
 ) -> None:
     """Start workers and wait for them, within `hydra_started`.
 
@@ -162,6 +184,7 @@ def launch(
         log_dir: where a launcher may write log files.
         is_over: whether nothing is left to make; asked often. Jobs of submitit tell of their end a second late: when nothing is left they are
             waited for no longer.
+        at_work: whether some worker is alive: when another died, those are waited for.
 
     Raises:
         QuickSilverError: a worker could not be started, or died; what it made is kept.
@@ -188,17 +211,18 @@ def launch(
             for answer in launcher.launch([[] for _ in range(workers)], initial_job_idx=0):
                 _ = answer.return_value  # raises what the worker raised
 
-        if name.startswith("submitit"):
-            _until_over(wait, is_over)
-        else:
+        if not name.startswith("submitit"):
             wait()
+        else:
+            _until_over(wait, is_over, at_work)
     except QuickSilverError:
         raise
     except Exception as error:  # submitit, joblib and ray have their own kinds
         raise QuickSilverError(f"A worker of hydra/launcher={name} failed: {_why(error)}") from error
     finally:
-        with suppress(OSError):
-            log_dir.rmdir()  # a launcher that wrote no log
+        for folder in (log_dir / "%j", log_dir):  # of a launcher that wrote no log
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def _why(error: Exception) -> str:
@@ -206,12 +230,15 @@ def _why(error: Exception) -> str:
     text = str(error).strip() or repr(error)
     if _OUT_OF_MEMORY.search(text):
         return "it ran out of memory. Give it more (hydra.launcher.mem_gb), or take a smaller protocol.batch_size."
+    if "has not produced any output" in text or "unexpectedly terminated" in text:
+        state = re.search(r" \(state: \w+\)", text)
+        return f"it died{state[0] if state else ''}, killed by hand or for want of memory. Give it more, or take a smaller protocol.batch_size."
     raised = re.findall(r"^(?:\w+\.)*(\w+(?:Error|Exception): .+)$", text, re.MULTILINE)
     return raised[-1] if raised else f"{type(error).__name__}: {' '.join(text.splitlines()[:2])}"
 
 
-def _until_over(wait: Callable[[], None], is_over: Callable[[], bool], every_s: float = 0.1) -> None:
-    """`wait()`, but no longer than until `is_over`. Raises what it raised."""
+def _until_over(wait: Callable[[], None], is_over: Callable[[], bool], at_work: Callable[[], bool], every_s: float = 0.1) -> None:
+    """`wait()`, but no longer than until `is_over`, and where it raises as long as somebody is `at_work`. Raises what it raised."""
     raised: list[Exception] = []
 
     def waiting() -> None:
@@ -222,7 +249,8 @@ def _until_over(wait: Callable[[], None], is_over: Callable[[], bool], every_s: 
 
     thread = threading.Thread(target=waiting, name="quicksilver-launcher", daemon=True)
     thread.start()
-    while thread.is_alive() and not is_over():
+    while not is_over() and (thread.is_alive() or (raised and at_work())):
         thread.join(every_s)
+        time.sleep(0 if thread.is_alive() else 10 * every_s)
     if raised and not is_over():
         raise raised[0]

@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from quicksilver.records.record import Record
 from quicksilver.runs.choices import suggest
 from quicksilver.runs.tracker import differences
-from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runtime.errors import ConfigError, QuickSilverError, installing
 
 if TYPE_CHECKING:
     import optuna
@@ -71,7 +71,7 @@ def study_config(settings: Any) -> StudyConfig:
         ConfigError: optuna is not installed; an objective, direction or sampler that there is not.
     """
     if importlib.util.find_spec("optuna") is None:
-        raise ConfigError("hydra/sweeper=optuna needs optuna: pip install 'quicksilver-lm[optuna]'.")
+        raise ConfigError(f"hydra/sweeper=optuna needs optuna: {installing('optuna')}.")
     try:
         found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(StudyConfig), settings))
     except OmegaConfBaseException as error:

@@ -51,6 +51,8 @@ def target_class(key: str, entry: Any, base: type[T]) -> type[T]:
         ConfigError: no `_target_`, or as `named_class`. Nothing was called then.
     """
     if not isinstance(entry, Mapping) or not isinstance(entry.get("_target_"), str):
+        if isinstance(entry, Mapping):
+            raise ConfigError(f"{key} has no class: its yaml lacks the line `_target_: package.module.Class`.")
         kind = "measurement" if key.startswith("measure.") else "module"
         raise ConfigError(f"{key}={entry!r} is no {kind}: its yaml gives `_target_: package.Class` and the arguments.")
     return named_class(f"{key}._target_", entry["_target_"], base)
@@ -67,7 +69,7 @@ def named_class(key: str, target: str, base: type[T]) -> type[T]:
     if not all(part.isidentifier() for part in target.split(".")) or not module:
         raise ConfigError(f"{where} is no name of a class: write package.module.Class.")
     if _foreign(module, name):
-        raise ConfigError(f"{where} is not imported: {_why_foreign(module, name, base.__name__)}")
+        raise ConfigError(f"{where} is not imported: {_why_foreign(module, name, base)}")
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, SyntaxError) as error:
@@ -99,20 +101,22 @@ def _foreign(module: str, name: str) -> bool:
     return not (ours and node is not None and node.bases)
 
 
-def _why_foreign(module: str, name: str, base: str) -> str:
+def _why_foreign(module: str, name: str, base: type) -> str:
     """What is wrong with the file that should define a class, in a sentence."""
     path = source_of(module)
     if path is None or module.split(".")[0] in sys.stdlib_module_names:
-        return f"it is no {base} class of quicksilver or of a file of your own. A file that is called like a module of Python needs another name."
+        return f"it is no {base.__name__} class of quicksilver or of a file of your own. A file that is called like a module of Python needs another name."
     try:
         ast.parse(path.read_bytes())
     except (SyntaxError, ValueError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         return f"{path.name}{line}: {type(error).__name__}: {error.args[0]}"
-    if _definition(module, name) is None:
+    if (found := _definition(module, name)) is None:
         classes = ", ".join(_read(path, path.stat().st_mtime_ns, module).classes) or "none"
         return f"{path.name} has no class {name}. Its classes: {classes}."
-    return f"it is no {base} class of quicksilver or of a file of your own that imports quicksilver (docs/adding-a-module.md)."
+    if not found[1].bases:
+        return f"{path.name}: {name} has no base. Write `class {name}({base.__name__})`."
+    return f"{path.name} imports nothing of quicksilver. Write `from {base.__module__} import {base.__name__}`."
 
 
 # --- sources, read and not imported ---------------------------------------------------------------------------------------------

@@ -98,6 +98,12 @@ class Planned:
         """Whether its record is there now."""
         return self.record is not None
 
+    @property
+    def reuses_quality(self) -> bool:
+        """Whether records=checked finds a committed record of it."""
+        asked = build_measurements(self.config.measure)
+        return self.config.records == "checked" and of_repository(self.config.results_dir, self.fingerprint, asked) is not None
+
 
 @dataclass(frozen=True)
 class Plan:

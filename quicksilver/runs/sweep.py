@@ -291,7 +291,8 @@ class Sweep:
             try:
                 yield
             finally:
-                _remove_empty(self.folder / TAKEN)
+                _remove_abandoned(self.folder / TAKEN)
+                self.forget_dead_workers()
 
     def take(self, run: SweepRun) -> lease.Lease | None:
         """The lease that says that a process has begun with the run; None: a living one has.
@@ -304,13 +305,16 @@ class Sweep:
     def at_work(self) -> Iterator[None]:
         """Within, this process is one of those that make the runs of the sweep."""
         folder = self.folder / AT_WORK
-        for path in folder.glob("*.lock"):
-            lease.remove_abandoned(path)
+        self.forget_dead_workers()
         try:
             with self.store.wait(folder / f"{os.getpid()}-{secrets.token_hex(4)}.lock"):
                 yield
         finally:
             _remove_empty(folder)
+
+    def forget_dead_workers(self) -> int:
+        """Remove the leases of dead processes that were `at_work`; returns how many there were."""
+        return _remove_abandoned(self.folder / AT_WORK)
 
     def workers(self) -> list[lease.Holder]:
         """The living processes that are `at_work`."""
@@ -356,6 +360,13 @@ class Sweep:
         for run in self.manifest.runs:
             own_path(self.folder, run.failure).unlink(missing_ok=True)
         _remove_empty(self.folder / FAILED)
+
+
+def _remove_abandoned(folder: Path) -> int:
+    """Remove leases of dead processes, and the folder if it is empty then; returns how many there were."""
+    removed = sum(map(lease.remove_abandoned, folder.glob("*.lock")))
+    _remove_empty(folder)
+    return removed
 
 
 def _remove_empty(folder: Path) -> None:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from quicksilver.records.record import CHECKSUM, Record, flat
-from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runtime.errors import ConfigError, QuickSilverError, installing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,7 +34,7 @@ def check_tracker(config: TrackerConfig) -> None:
         ConfigError: its package is not installed.
     """
     if config.name == "wandb" and importlib.util.find_spec("wandb") is None:
-        raise ConfigError("tracker=wandb needs the package wandb: pip install 'quicksilver-lm[tracking]', or tracker=none.")
+        raise ConfigError(f"tracker=wandb needs the package wandb: {installing('tracking')}, or tracker=none.")
 
 
 def mirror(

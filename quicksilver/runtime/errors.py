@@ -1,5 +1,17 @@
 """Errors for the person at the keyboard: what was wrong, the value, what to do."""
 
+from pathlib import Path
+
+_CLONE = Path(__file__).resolve().parents[2]
+
+
+def installing(*extras: str) -> str:
+    """`pip install 'quicksilver-lm[plots]'`, or from the clone that the package lies in; what an error says of a missing package."""
+    where = "quicksilver-lm"
+    if (_CLONE / "pyproject.toml").is_file():
+        where = "." if Path.cwd() == _CLONE else str(_CLONE)
+    return f"pip install '{where}[{','.join(extras)}]'"
+
 
 class QuickSilverError(Exception):
     """Something that cannot be computed as asked."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -72,19 +73,12 @@ class PassState(Decisions):
     """
 
     def __init__(self, valid: torch.Tensor, slots: torch.Tensor, n_layers: int) -> None:
-        def full(value: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.full(valid.shape, value, dtype=dtype, device=valid.device)
-
         self.valid = valid
         self.slots = slots
         self.n_layers = n_layers
-        self.halt_layer = full(n_layers - 1, torch.int16)
-        self.halted_kv = full(MISSING_KV.index("drop"), torch.uint8)
-        self.resume_layer = full(n_layers, torch.int16)
-        self.kv_layer = full(n_layers - 1, torch.int16)
-        self.fused_layer = full(n_layers - 1, torch.int16)
-        self.size = full(1, torch.float32)
-        self.bits = full(16, torch.uint8)
+        last, self.resume_layer, self.halted_kv, self.bits = _untouched(*valid.shape, n_layers, valid.device)
+        self.halt_layer = self.kv_layer = self.fused_layer = last
+        self.size = torch.ones(valid.shape, dtype=torch.float32, device=valid.device)
         self.fusions: list[Fusion] = []
         self.precisions: list[Precision] = []
         self.merges: list[CacheMerge] = []
@@ -141,6 +135,15 @@ class PassState(Decisions):
         for fusion in self.fusions:
             columns = fusion.into.gather(1, columns)
         return columns
+
+
+@lru_cache(maxsize=16)
+def _untouched(rows: int, columns: int, n_layers: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Fields of a pass in which nothing is decided: `PassState` replaces them and never writes into them, so passes share them."""
+    drop = MISSING_KV.index("drop")
+    of_fields = (n_layers - 1, torch.int16), (n_layers, torch.int16), (drop, torch.uint8), (16, torch.uint8)
+    with torch.inference_mode(False):
+        return tuple(torch.full((rows, columns), value, dtype=dtype, device=device) for value, dtype in of_fields)
 
 
 @dataclass(frozen=True)

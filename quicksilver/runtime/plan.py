@@ -352,10 +352,10 @@ class Planner:
         return (
             forward.n == 1
             and forward.is_plain
-            and store.can_append
             and self.visibility.sdpa
+            and store.can_append
             and self.visibility.one_token_sees_all(layer, forward.seen)
-            and not self.visibility.weighs(store.facts)
+            and not (self.visibility.proportional and self.visibility.weighs(store.facts))
         )
 
     def _facts(self, state: PassState, take: Callable[[torch.Tensor], torch.Tensor]) -> Entries:

@@ -332,8 +332,9 @@ class Run:
         self._cache, self._continuing = cache, stores
         for store in stores:
             store.continues = True
-            current.past_lengths.append(length := store.length)
-            work.layers.append(LayerWork(current.batch, 1, int(length) + 1))
+        current.past_lengths = [store.length for store in stores]
+        by_length = {length: LayerWork(current.batch, 1, int(length) + 1) for length in current.past_lengths}
+        work.layers = [by_length[length] for length in current.past_lengths]
 
     def _end(self, output: Any) -> None:
         current = self._current
@@ -369,7 +370,7 @@ class Run:
 
     def _wrap(self, layer: int, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         names = list(self.arch.layer_signature.parameters)[1:]  # without self
-        mask_at, own_call, compiling = names.index("attention_mask"), phase("layer")(original), torch.compiler.is_compiling
+        mask_at, own_call, compiling = names.index("attention_mask"), phase("layer")(original), torch.compiler.is_dynamo_compiling
 
         @torch.compiler.disable
         def planned(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -382,9 +383,10 @@ class Run:
             return self._layer(layer, original, arguments, current)
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            mask = kwargs.get("attention_mask", args[mask_at] if len(args) > mask_at else None)
-            if self._continuing and mask is None and not compiling():
-                return own_call(*args, **kwargs)
+            if self._continuing and not compiling():
+                mask = kwargs.get("attention_mask") if len(args) <= mask_at else args[mask_at]
+                if mask is None:
+                    return own_call(*args, **kwargs)
             return planned(*args, **kwargs)
 
         return forward

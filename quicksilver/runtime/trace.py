@@ -144,7 +144,9 @@ class Trace:
         """All of it: tensors by name, and what json has of the rest."""
         tensors: dict[str, torch.Tensor] = {}
         for i, one in enumerate(self.passes):
-            tensors |= {f"{i:06d}.{name}": getattr(one, name).cpu().contiguous() for name in _TENSORS}
+            tensors |= {
+                f"{i:06d}.{name}": getattr(one, name).cpu().clone(memory_format=torch.contiguous_format) for name in _TENSORS
+            }
             for name in _EVENTS:
                 for k, event in enumerate(getattr(one, f"{name}s")):
                     for part, tensor in _parts(event):

@@ -15,6 +15,8 @@ COMMANDS = [
     ("run model=gpt2 model.path=/nowhere plan=true", ["there is no config.json in /nowhere"]),
     ("run modules=[halting] modules.halting.tau_drift=p10,p20", ["several values", "quicksilver run -m"]),
     ("run modules=[halting] modules.halting.tau_drift=p10,p20 plan=true", ["several values", "quicksilver run -m"]),
+    ("run dataset.windows=[4,8]", ["needs a whole number", "quicksilver run -m dataset.windows=4,8"]),
+    ("run modules=[halting] modules.halting.tau_drift=[p10,p20]", ["quicksilver run -m modules.halting.tau_drift=p10,p20"]),
     (
         "run -m modules=[halting] seed=0,1 hydra/launcher=slurm",
         ["hydra/launcher=slurm", "Choices: basic, joblib", "submitit_slurm"],

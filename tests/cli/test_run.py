@@ -1,8 +1,10 @@
 """`quicksilver run`: one run, a sweep, a mechanism of one's own, and what is said of mistakes."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 from quicksilver.cli import main as console
+from quicksilver.cli import progress
 from quicksilver.records.record import load_record, record_frame
 from quicksilver.runs.config import compose
 from quicksilver.runs.run import plan
@@ -113,3 +115,10 @@ def test_a_results_folder_may_have_any_name(world, tmp_path, capsys):
     assert run(*world, f"results_dir={folder}") == 0
     assert (folder / "runs").is_dir()
     assert str(folder) in capsys.readouterr().out
+
+
+def test_the_first_line_says_which_runs_reuse_committed_quality(capsys):
+    steps: list = [SimpleNamespace(done=False, reuses_quality=reuses) for reuses in (True, True, False)]
+    with progress.watched(steps):
+        pass
+    assert "3 must be made. 2 of these reuse committed quality after checking some windows" in capsys.readouterr().err

@@ -258,10 +258,12 @@ def test_from_outside_one_sees_how_far_each_run_is_and_who_makes_it(words, resul
     me = f"{lease.host_name()}, process {os.getpid()} | slurm 17 on"
     said = "".join(one.out for one in seen)
     assert "depths: 0 of 3 done, 1 running, 2 waiting; 1 at work" in said
-    far = r"^  \[1/3\] depth=0\.2: quality, window 3 of 3, \S+ a second, about \d+ s left \| "
+    far = r"^  \[1/3\] depth=0\.2: quality, all 3 windows scored, about \d+ s left \| "
     assert re.search(far + re.escape(me), said, re.MULTILINE)
     assert re.search(r"^tiny \| file \| dense \| all: quality, window 4 of 10, ", said, re.MULTILINE)
-    assert re.search(r"^\[1/3\] depth=0\.2 \| tiny .*: quality, window 3 of 3", "".join(one.err for one in seen), re.MULTILINE)
+    assert re.search(
+        r"^\[1/3\] depth=0\.2 \| tiny .*: quality, all 3 windows scored", "".join(one.err for one in seen), re.MULTILINE
+    )
     assert not list(results.rglob("progress.json"))  # a record has none
     capsys.readouterr()
     assert console.main(["status", f"results_dir={results}"]) == 0

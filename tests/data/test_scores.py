@@ -102,5 +102,5 @@ def test_a_metric_that_cannot_be_had_is_one_line_with_the_remedy(evaluate, tmp_p
     with pytest.raises(ConfigError, match=r"there is no such file"):
         load_metric(str(tmp_path / "none.py"))
     monkeypatch.setitem(sys.modules, "evaluate", None)
-    with pytest.raises(ConfigError, match=r"pip install 'quicksilver-lm\[tasks\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '.+\[tasks\]'"):
         load_metric("accuracy")

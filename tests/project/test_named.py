@@ -87,6 +87,7 @@ def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tm
     pages = {path: path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.html")}
     loaded = re.compile(r'<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)="(https?:[^"]*)"')
     assert {str(path): found for path, text in pages.items() if (found := loaded.findall(text))} == {}
+    assert '<a href="/index.html">Start page' in pages[tmp_path / "404.html"]
     runtime = (tmp_path / "api" / "runtime.html").read_text(encoding="utf-8")
     for name in ("apply", "Architecture", "TokenState", "LayerView"):
         assert f'id="quicksilver.runtime.{name}"' in runtime

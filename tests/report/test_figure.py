@@ -206,6 +206,21 @@ def test_points_that_lie_together_have_names_that_cover_no_other_and_no_legend()
     assert all(plot.bbox.contains(box.x0, box.y0) and plot.bbox.contains(box.x1, box.y1) for box in boxes)
 
 
+def test_a_leader_ends_at_the_near_side_of_its_name():
+    with style():
+        drawing, axes = panels(size=(4, 3))
+        plot = axes[0, 0]
+        plot.set(xlim=(0, 10), ylim=(0, 10))
+        label_points(drawing, {plot: [(5.0, 5.0, f"a long name {i}") for i in range(9)]})
+    leaders = [one for one in plot.texts if not one.get_text()]
+    assert leaders
+    for leader in leaders:
+        own = plot.transData.transform(leader.xy)
+        near = [np.clip(own, (box.x0, box.y0), (box.x1, box.y1)) for box in map(words, texts_of(plot))]
+        end = own + np.array(leader.get_position()) * drawing.dpi / 72
+        assert np.abs(np.array(near) - end).max(1).min() < 1
+
+
 def test_a_heatmap_has_white_at_zero_and_numbers_that_can_be_read():
     values = np.array([[-9.0, 0.0, 9.0]])
     look = heat_look(values)

@@ -113,6 +113,18 @@ def test_a_class_without_fields_may_be_a_module(tmp_path, monkeypatch, init, say
         build_modules(entry)
 
 
+@pytest.mark.parametrize(("source", "says"), [
+    ("import quicksilver\n\nclass Bare:\n    pass\n", r"bare.py: Bare has no base. Write `class Bare\(RuntimeModule\)`"),
+    ("class Bare(dict):\n    pass\n", "bare.py imports nothing of quicksilver"),
+    (None, "modules.bare has no class: its yaml lacks the line `_target_"),
+])  # fmt: skip
+def test_a_module_that_is_none_is_told_what_it_lacks(tmp_path, monkeypatch, source, says):
+    (tmp_path / "bare.py").write_text(source or "")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=says):
+        build_modules({"bare": {"_target_": "bare.Bare"} if source else {"share": 0.3}})
+
+
 def test_a_method_that_a_run_could_not_call_is_refused(tmp_path, monkeypatch):
     (tmp_path / "narrow.py").write_text(
         "from quicksilver.runtime import TokenPolicy\n\nclass Narrow(TokenPolicy):\n    def decide(self, view):\n        pass\n"

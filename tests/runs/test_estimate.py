@@ -1,5 +1,6 @@
 """Estimates: the operations are those of the ledgers, a shape needs no weights, and what fits nowhere is refused."""
 
+import dataclasses
 import json
 
 import pytest
@@ -81,18 +82,26 @@ def test_a_plan_names_texts_and_models_that_are_not_here(monkeypatch):
     assert "Not on this machine: dataset=gum, model=gpt2-large." in estimate.table(found, absent)
 
 
-def test_a_plan_says_between_which_hours_what_an_offload_reads_and_what_a_kill_costs(words, monkeypatch):
+def test_a_plan_says_what_an_offload_reads_what_a_kill_costs_and_what_workers_share(words, monkeypatch):
     monkeypatch.setattr(estimate, "memory_bytes", lambda: 1000)
-    config = compose([*words, "measure=sweep", "dataset.windows=320", "protocol.batch_size=4"])
-    (found,) = estimate.estimates([config], estimate.Speed(1e6, "cpu", 0.5, 2.0))
-    assert found.seconds_between == (found.seconds / 2, found.seconds * 2)
-    assert found.calls == 81  # and one for the batch that is counted
+    monkeypatch.setattr(estimate, "_whole", lambda *_, **__: 320)
+    config = compose([*words, "measure=sweep", "dataset.windows=100000", "protocol.batch_size=4"])
+    (found,) = estimate.estimates([config], estimate.Speed(1e6, "cpu"))
+    assert found.calls == 81  # of the windows that the text has, and one for the batch that is counted
     assert found.block_seconds == pytest.approx(found.seconds * 32 / estimate.windows_passed(config, 320))
-    said = estimate.table([found])
-    least, most = map(estimate.duration, found.seconds_between)
-    assert f"between {least} and {most} by the speeds measured now" in said
+    said = estimate.table([dataclasses.replace(found, label="x" * 200)] * 4, workers=2)
+    one, two = (estimate.duration(found.seconds * share) for share in (4, 2))
+    assert f"about {one} by one worker, {two} by 2 (speed measured now; other work on the machine makes it longer)" in said
+    assert f"{'x' * 109}… " in said
     assert "If a run is killed, at most " in said
-    assert f"about {memory_check.gibibytes(81 * found.weights_bytes)} are read from it" in said
+    assert f"about {memory_check.gibibytes(4 * 81 * found.weights_bytes)} are read from it" in said
+
+
+def test_a_plan_names_the_pass_that_finds_percentiles(words):
+    alone = [*words, "modules=[halting]", "modules.halting.tau_entropy=null", "measure=sweep"]
+    for tau, named in (("p10", True), ("0.1", False)):
+        said = estimate.table(estimate.estimates([compose([*alone, f"modules.halting.tau_drift={tau}"])], SPEED))
+        assert ("Thresholds by percentile first need a pass over the calibration text" in said) == named
 
 
 def test_a_text_that_is_scored_whole_is_counted(words):

@@ -21,7 +21,7 @@ from quicksilver.runs.choices import config_dir
 from quicksilver.runs.composing import hydra_started
 from quicksilver.runs.config import compose
 from quicksilver.runs.context import RunContext
-from quicksilver.runs.sweep import Sweep
+from quicksilver.runs.sweep import Manifest, Sweep
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 NAMES = ["joblib", "ray", "submitit_local", "submitit_slurm"]
@@ -75,6 +75,13 @@ def test_workers_are_those_asked_for_or_the_launchers_own(cluster):
     [
         ([], {"workers": 2}, "unless there is a launcher"),
         ([JOBLIB, "hydra.launcher.workers=0"], {}, "workers=0: needs a whole number"),
+        ([SLURM, "hydra.launcher.mem_gb=lots"], {}, "hydra.launcher.mem_gb=lots: needs a number, at least 0.1"),
+        (
+            ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=0"],
+            {},
+            "timeout_min=0: needs a whole number, at least 1",
+        ),
+        ([SLURM, "hydra.launcher.nodes=1.5"], {}, "nodes=1.5: needs a whole number, at least 1"),
         ([JOBLIB], TIMED, ALONE.format("Use workers=1")),
         (["hydra/launcher=submitit_local"], TIMED, ALONE.format("Use workers=1")),
         ([SLURM], TIMED, ALONE.format("exclusive=true")),
@@ -104,7 +111,9 @@ def test_a_launcher_that_is_not_installed_names_its_extra(monkeypatch):
     plugins = dict(launchers.Plugins.instance().class_name_to_class)
     plugins.pop("hydra_plugins.hydra_ray_launcher.ray_launcher.RayLauncher", None)
     monkeypatch.setattr(launchers.Plugins.instance(), "class_name_to_class", plugins)
-    with pytest.raises(ConfigError, match=r"hydra/launcher=ray is not installed: pip install 'quicksilver-lm\[ray\]'"):
+    with pytest.raises(
+        ConfigError, match=r"hydra/launcher=ray is not installed: pip install '.+\[ray\]' in an environment of its own"
+    ):
         checked("hydra/launcher=ray")
 
 
@@ -143,7 +152,7 @@ def test_two_workers_make_what_one_process_makes(launcher, world, tmp_path):
 def test_jobs_of_submitit_are_waited_for_until_everything_is_made_and_no_longer():
     ended = threading.Event()
     looks = iter([False, False, True])
-    launchers._until_over(ended.wait, lambda: next(looks), every_s=0.0)  # the job itself has not ended
+    launchers._until_over(ended.wait, lambda: next(looks), lambda: False, every_s=0.0)  # the job itself has not ended
     assert not ended.is_set()
     ended.set()
 
@@ -151,8 +160,23 @@ def test_jobs_of_submitit_are_waited_for_until_everything_is_made_and_no_longer(
         raise RuntimeError("UncompletedJobError")
 
     with pytest.raises(RuntimeError, match="UncompletedJobError"):
-        launchers._until_over(died, lambda: False)
-    launchers._until_over(died, lambda: True)  # all is made: what became of a worker matters no more
+        launchers._until_over(died, lambda: False, lambda: False)
+    looks = iter([False, False, True, True])
+    launchers._until_over(died, lambda: next(looks), lambda: True, every_s=0.0)  # another worker makes the rest
+    launchers._until_over(died, lambda: True, lambda: False)  # all is made: what became of a worker matters no more
+
+
+def test_a_worker_that_was_killed_is_counted_once_and_leaves_nothing(tmp_path):
+    sweep = Sweep(tmp_path, Manifest("one", (), ()))
+    with sweep.at_work():
+        path = next((sweep.folder / "at_work").glob("*.lock")).with_name("9.lock")
+        killed = (
+            f"import os, pathlib; from quicksilver.records import lease; lease.take(pathlib.Path({str(path)!r})); os._exit(9)"
+        )
+        subprocess.run([sys.executable, "-c", killed], check=False)
+        assert [sweep.forget_dead_workers(), sweep.forget_dead_workers()] == [1, 0]
+        assert len(sweep.workers()) == 1
+    assert not (sweep.folder / "at_work").exists()
 
 
 class UncompletedJobError(Exception):
@@ -235,7 +259,7 @@ def test_jobs_of_a_sweep_that_wait_are_counted(cluster, tmp_path):
         ),
         (
             "Job 7 (task: 0) with path x\nhas not produced any output (state: ENDED)",
-            "x has not produced any output (state: ENDED)",
+            "it died (state: ENDED), killed by hand or for want of memory",
         ),
     ],
 )

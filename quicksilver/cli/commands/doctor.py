@@ -15,6 +15,7 @@ from typing import Any
 
 from quicksilver import __version__
 from quicksilver.cli.arguments import ResultsFolder, key
+from quicksilver.runtime.errors import installing
 
 # What `requirements.lock` pins: the results and the whole suite were made with these. The runtime alone also ran on the older pair.
 RUN_WITH = {"torch": "2.13.0", "transformers": "5.23.0"}
@@ -177,4 +178,4 @@ def _packages() -> Iterator[str]:
     if not missing:
         yield "all optional packages are installed"
     for name, names in missing.items():
-        yield f"missing {', '.join(names)}: no {COSTS[name]}. {sys.executable} -m pip install 'quicksilver-lm[{name}]'"
+        yield f"missing {', '.join(names)}: no {COSTS[name]}. {sys.executable} -m {installing(name)}"

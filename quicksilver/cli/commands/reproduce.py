@@ -225,16 +225,18 @@ class Time(Command):
 class Claims(Command):
     """
     quicksilver claims
+    quicksilver claims table11.isolated.halting        these claims alone, with their commands and records
     quicksilver claims model=gpt2-large dataset=wikitext103
 
-    Prints the ledger and writes it to results/claims.md, .csv and .json.
+    Prints the ledger and writes it to results/claims.md, .csv and .json. Of some claims it prints more, and writes nothing.
     """
 
     takes = "run"
+    most_names: ClassVar[int] = 20
 
     def main(self) -> int:
         """Print and write the claims ledger."""
-        from quicksilver.report.claims.ledger import Source, answers_claims, ledger
+        from quicksilver.report.claims.ledger import Source, answers_claims, ledger, told
         from quicksilver.runs.run import store_of
 
         base = base_config(self.overrides)
@@ -252,8 +254,13 @@ class Claims(Command):
         refused = bool(failed) and name == CLAIMS
         whole = all(all_kept(source.outcomes, store) for source in sources) and not (refused or troubles or lacks)
         table = ledger(sources, name if whole else f"{name}{LOCAL_SUFFIX}", _others(store) if name == CLAIMS else {})
+        if self.names:
+            print(told(table.frame, self.names))
+            return 0
+        print(f"Measured on {base.model.name} and {base.dataset.name}, unless a row names another model or text.")
         print(table.text(width()))
         print("Written: " + ", ".join(map(str, table.write(store.root, "md", "csv", "json"))))
+        print("One claim with its command and record: quicksilver claims table11.isolated.halting")
         # An error that begins with a key of the command line is of a model or text that is not here.
         damaged = [job for job in failed if not str(job.error).startswith(("model=", "dataset="))]
         explain(damaged, "No record of")

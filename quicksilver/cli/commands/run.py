@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +44,12 @@ class Run(SweepOptions):
 
     def main(self) -> int:
         """Make one record or those of a sweep, or let Hydra answer."""
+        try:
+            return self._answer()
+        except ConfigError as error:
+            raise ConfigError(f"{error}{_how_to_sweep(self.overrides, str(error))}") from error
+
+    def _answer(self) -> int:
         given = _options(self.overrides)
         given.overrides = overrides = quoted(given.overrides)
         extra_dirs = [*([Path(given.config_dir).absolute()] if given.config_dir else []), *_searched(overrides)]
@@ -115,6 +122,15 @@ class LmEval(Command):
         finally:
             sys.argv = before
         return 0
+
+
+def _how_to_sweep(words: Sequence[str], said: str) -> str:
+    """Of a list where the message wants a number: the sweep that was perhaps meant."""
+    for key, _, value in (word.partition("=") for word in words if "=[" in word):
+        listed = re.search(rf"\b{re.escape(key.rpartition('.')[2])}(=\[|\[\d+\]=).* (whole|a) number", said)
+        if listed:
+            return f" Several values are a sweep: quicksilver run -m {key}={value.strip('[]')}"
+    return ""
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:

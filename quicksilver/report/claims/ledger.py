@@ -5,6 +5,7 @@ Which record answers which claim stands in the files of `experiments/`: `Row.rep
 
 from __future__ import annotations
 
+import difflib
 import math
 import textwrap
 from collections import Counter
@@ -331,7 +332,7 @@ class _Claim:
             lowered = (with_its_saving if what.kind == "quality" else with_its_quality)(judged, beside[1])
             if lowered != judged:
                 decided = "undecided" if beside[1] == "not measured" else beside[1]
-                return lowered, f"{judged}, lowered: {beside[0]}, claimed with it, is {decided}"
+                return lowered, f"{judged} by itself, but {beside[0]}, claimed with it, is {decided}"
         if judged == "not measured":
             return judged, "inconclusive: more windows or rounds are needed"
         gone, points = (1 - found.value, 100) if what.sense == "ratio" else (found.value, 1)
@@ -541,6 +542,39 @@ def ledger(sources: Sequence[Source], name: str = "claims", others: Mapping[str,
         holds = [sum(found.get(claim) == VERDICTS[0] for found in (outcomes, *elsewhere.values())) for claim in outcomes]
         title += f". Reproduced on all {1 + len(elsewhere)} pairs of model and text: {holds.count(1 + len(elsewhere))}; on at least one: {sum(map(bool, holds))}"
     return Table(name, title, rows, tuple(panels), LEGEND)
+
+
+def told(rows: pd.DataFrame, asked: Sequence[str]) -> str:
+    """All that the ledger says of claims whose names begin with one of `asked`, with commands and records, for a terminal.
+
+    Raises:
+        ConfigError: no claim's name begins so.
+    """
+    names = list(dict.fromkeys(map(str, rows["claim"])))
+    for begins in asked:
+        if not any(name.startswith(begins) for name in names):
+            close = difflib.get_close_matches(begins, {name.rpartition(".")[0] for name in names}, n=2, cutoff=0.4)
+            hint = f" Did you mean {' or '.join(close)}?" if close else ""
+            raise ConfigError(f"{begins}: no claim's name begins so.{hint} `quicksilver claims` prints all of them.")
+    lines = []
+    for name, found in rows[rows["claim"].str.startswith(tuple(asked))].groupby("claim", sort=False):
+        first = found.iloc[0]
+        unit = first["unit"]
+        if unit.startswith("% "):  # compared in another unit than the paper's
+            low, high = (number(first, f"target_{end}") for end in ("low", "high"))
+            unit = f"({'≤ ' if low is None else f'{low:.2f} to '}{high or 0:.2f}{unit})"
+        lines += [
+            f"\n{name} ({first['place']})",
+            f"  paper      {first['reported']} {unit}   “{' '.join(first['quote'].split())}”",
+        ]
+        for row in found.to_dict("records"):
+            value = " ".join(_measurement(row))
+            on = f"{value}, protocol={row['protocol']}, {row['model']} on {row['data']}" if row["model"] else value
+            said = {"measured": on, "verdict": row["verdict"], "why": row["why"], "selection": row["versus_null"]}
+            said |= {"elsewhere": row["elsewhere"], "repeat": row["command"]}
+            said["record"] = row["record"] and f"quicksilver show {row['record'][:SHORT]}"
+            lines += [f"  {key:<10} {text}" for key, text in said.items() if text and text != "-"]
+    return "\n".join(lines).lstrip()
 
 
 def standing(rows: pd.DataFrame) -> dict[str, str]:

@@ -65,7 +65,7 @@ def token_views(record: Record) -> list[dict[str, Any]]:
     chosen = {int(harm.index[at]): f"{why}: {signed(float(harm.iloc[at]))} nats" for at, why in places.items()}
     for window, why in chosen.items():
         try:
-            words: dict[str, Any] = {"texts": window_tokens(record, window)}
+            words: dict[str, Any] = {"texts": readable(window_tokens(record, window))}
         except (QuickSilverError, OSError) as error:
             said = f"this text is not on the machine that made the report. {error}"
             words = {"texts": None, "no_texts": said}
@@ -73,6 +73,11 @@ def token_views(record: Record) -> list[dict[str, Any]]:
         view |= {"scored": record.protocol.prompt_tokens if prompt else 1, "words": _words(record, window)}
         texts.append(view | words | _from_trace(trace, window))
     return texts
+
+
+def readable(texts: Iterable[str]) -> list[str]:
+    """Texts with a dot for each piece of a character: a token may hold only some of its bytes."""
+    return [text.replace("\ufffd", "·") for text in texts]
 
 
 def _words(record: Record, window: int) -> dict[str, Any] | None:
@@ -166,7 +171,14 @@ def _from_signals(record: Record, place: int) -> dict[str, Any]:
         """(L, N) without the row before the first layer."""
         return frame[column].to_numpy().reshape(-1, count)[1:]
 
-    view: dict[str, Any] = {"name": text.name, "texts": text.tokens, "prompt": False, "scored": 1, "merges": [], "evictions": []}
+    view: dict[str, Any] = {
+        "name": text.name,
+        "texts": readable(text.tokens),
+        "prompt": False,
+        "scored": 1,
+        "merges": [],
+        "evictions": [],
+    }
     view |= {"words": None, "bits": None, "fusions": [], "states": coded([COMPUTED * (len(frame) // count - 1)] * count)}
     if "carrier" in frame:
         carrier = rows("carrier")
@@ -217,7 +229,7 @@ def generated_texts(record: Record) -> dict[str, list[dict[str, Any]]]:
         for way, samples in found.items():
             for row in frame[frame["way"] == way].head(SHOWN).to_dict("records"):
                 words = _WORD.findall(row["prompt_text"])
-                run, dense = marked(row["text"], row["dense_text"])
+                run, dense = marked(*readable([row["text"], row["dense_text"]]))
                 samples.append({name: row[name] for name in ("prompt", "same_tokens", "agreement", "nats", "dense_nats")})
                 samples[-1] |= {"text": "".join(words[-_END_OF_PROMPT:]).lstrip(), "cut": len(words) > _END_OF_PROMPT}
                 samples[-1] |= {"run": run, "dense": dense}

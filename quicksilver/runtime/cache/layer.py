@@ -196,7 +196,8 @@ class CacheLayer(DynamicLayer):
         """Put plain tokens behind what there is; keys: (B, H_kv, M, head_dim). Returns all K, V of the layer."""
         n = keys.shape[2]
         both = self.storage.append(keys, values, self.seen)
-        self._note(keys)
+        if not self.is_initialized:
+            self._note(keys)
         self._rows = keys.shape[0]
         self._uncounted_real += n
         self.seen += n

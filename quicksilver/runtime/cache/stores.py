@@ -44,12 +44,13 @@ class DenseRows(Storage):
         return keys, values
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, first_slot: int) -> KV:
-        if self.keys is None:
-            self.keys, self.values = own(keys), own(values)
-        else:
-            self.keys, self.values = self.after_stored(keys, values)
         self.table.add_plain(keys.shape[2], first_slot, keys.shape[0], keys.device)
-        return self.stored_kv
+        if self.keys is None:
+            self.keys, self.values = both = own(keys), own(values)
+        else:  # side by side: no row is padded
+            past_keys, past_values = self.stored_kv
+            self.keys, self.values = both = torch.cat((past_keys, keys), dim=2), torch.cat((past_values, values), dim=2)
+        return both
 
     def padded(self) -> KV | None:
         """Rows are padded with zeros."""

@@ -1,5 +1,6 @@
 """The claims ledger: what records answer is judged, and what nothing answers says why. No model is run here."""
 
+import re
 from pathlib import Path
 
 import fakes
@@ -101,7 +102,7 @@ def test_a_saving_is_judged_with_the_quality_that_it_is_claimed_with(tmp_path, s
     found = [row(sources, f"table11.isolated.halting.{name}") for name in ("flops_saved_pct", "speedup_pct", "delta_ppl")]
     assert [one["verdict"] for one in found] == verdicts
     if saved > 0.2 and verdicts[0] != "reproduced":
-        assert "lowered: table11.isolated.halting.delta_ppl, claimed with it" in found[0]["why"]
+        assert "by itself, but table11.isolated.halting.delta_ppl, claimed with it" in found[0]["why"]
 
 
 def test_perplexity_is_compared_in_percent_of_the_papers(tmp_path):
@@ -334,8 +335,20 @@ def test_the_command_runs_nothing_and_writes_the_ledger(table11, capsys):
     assert console.main(["claims", f"results_dir={table11.results}"]) == 0
     assert table11.made == []
     shown = capsys.readouterr().out
+    assert re.match(r"Measured on \S+ and \S+, unless a row names", shown)
     assert "quicksilver reproduce table 11" in " ".join(shown.split())
     assert {path.name for path in table11.results.iterdir() if path.is_file()} == {"claims.csv", "claims.json", "claims.md"}
+
+
+def test_some_claims_are_told_with_their_commands_and_records(table11, capsys):
+    assert console.main(["claims", "table11.isolated.halting", "c3.percentile", f"results_dir={table11.results}"]) == 0
+    shown = capsys.readouterr().out
+    assert "c3.percentile.percentile (Appendix C.3)" in shown
+    assert "  repeat     quicksilver reproduce table 11" in shown
+    assert "kv_skipping" not in shown.partition("c3.percentile")[0]
+    assert not list(table11.results.glob("claims*"))
+    assert console.main(["claims", "table11.isolated.haltng", f"results_dir={table11.results}"]) == 2
+    assert "no claim's name begins so. Did you mean table11.isolated.halting" in capsys.readouterr().err
 
 
 def test_what_was_looked_up_is_remembered_with_and_without_a_record(table11, capsys, monkeypatch):

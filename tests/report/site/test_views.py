@@ -16,6 +16,7 @@ from quicksilver.measure.generation import GREEDY, TEXTS
 from quicksilver.records.record import Record
 from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.site import views
 from quicksilver.report.site.collection import printed, varied
 from quicksilver.report.site.pages import make
 from quicksilver.report.site.views import generated_texts, marked, token_views
@@ -63,6 +64,14 @@ def test_the_page_shows_text_as_text(results):
     assert page.count("once") == 59  # and the white space after it
     assert f"texts/{run.fingerprint}.html" in (index.parent / "texts.html").read_text()
     assert re.search(r'href="\.\./texts/[0-9a-f]+\.html"', (index.parent / "runs" / f"{run.fingerprint}.html").read_text())
+
+
+def test_a_piece_of_a_character_is_a_dot(results):
+    assert views.readable(["caf", "\ufffd", "\ufffd", " é"]) == ["caf", "·", "·", " é"]
+    _, run, _ = results
+    row = pd.read_parquet(run.path / TEXTS).assign(text="half \ufffd", dense_text="half \ufffd")
+    row.to_parquet(run.path / TEXTS)
+    assert generated_texts(run)[GREEDY][0]["run"] == (("half ·", False),)
 
 
 def test_records_without_texts_have_no_page(results):

@@ -333,7 +333,7 @@ def figure08_15_peers(outcomes: Sequence[Outcome], name: str) -> Figure:
             Patch(facecolor=colours[one], hatch=hatches[one], edgecolor="white", label=one) for one in sections if one in there
         ]
         legend_below(drawing, handles, ncols=3)
-    spread = "range over processes" if provenance.timings(outcomes) else "quartiles of rounds in turns"
+    spread = "range over processes" if provenance.timings(of_table) else "quartiles of rounds in turns"
     said = (
         f"Left: time of the prompt over that of the dense model in float32 (median; bars: {spread}), the fastest on top. "
         "Right: perplexity added to the tokens after it (95% intervals), linear below 1% and logarithmic above. Bold and ringed: no other "

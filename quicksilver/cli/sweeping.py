@@ -79,7 +79,7 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
             differing = [words for config, words in zip(configs, short, strict=True) if id(config) in unmade]
             if done := len(configs) - len(left):
                 print(f"{done} of {len(configs)} runs {'have their records' if done > 1 else 'has its record'}.")
-            workers = 1 if launcher == SERIAL else workers_of(settings, asked.workers)
+            workers = 1 if launcher in HERE else workers_of(settings, asked.workers)  # those here share what was measured
             print(table(estimates(left, differing=differing), not_here(left), workers))
             return 0
         with gc_disabled():

@@ -144,7 +144,7 @@ class Trace:
         """All of it: tensors by name, and what json has of the rest."""
         tensors: dict[str, torch.Tensor] = {}
         for i, one in enumerate(self.passes):
-            tensors |= {
+            tensors |= {  # clones: passes share tensors, which safetensors refuses
                 f"{i:06d}.{name}": getattr(one, name).cpu().clone(memory_format=torch.contiguous_format) for name in _TENSORS
             }
             for name in _EVENTS:

@@ -4,10 +4,12 @@ import importlib.metadata
 import platform
 from pathlib import Path
 
+import pytest
 import torch
 
 from quicksilver.cli import main as console
 from quicksilver.cli.commands import doctor
+from quicksilver.runtime import errors
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,6 +58,19 @@ def test_a_missing_package_comes_with_its_cost(capsys, monkeypatch):
     line = next(line for line in topics(capsys.readouterr().out)["packages"] if "wandb" in line)
     assert "no tracker=wandb" in line
     assert "[tracking]" in line
+
+
+@pytest.mark.parametrize(
+    ("clone", "here", "says"),
+    [(True, True, "'.[plots]'"), (True, False, "'{}[plots]'"), (False, True, "'quicksilver-lm[plots]'")],
+)
+def test_a_clone_is_installed_from_its_folder_and_a_package_by_its_name(clone, here, says, tmp_path, monkeypatch):
+    (root := tmp_path / "qs").mkdir()
+    if clone:
+        (root / "pyproject.toml").touch()
+    monkeypatch.setattr(errors, "_CLONE", root)
+    monkeypatch.chdir(root if here else tmp_path)
+    assert errors.installing("plots") == f"pip install {says.format(root)}"
 
 
 def test_the_versions_it_names_are_those_of_the_lock():

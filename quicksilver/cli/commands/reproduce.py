@@ -257,7 +257,6 @@ class Claims(Command):
         if self.names:
             print(told(table.frame, self.names))
             return 0
-        print(f"Measured on {base.model.name} and {base.dataset.name}, unless a row names another model or text.")
         print(table.text(width()))
         print("Written: " + ", ".join(map(str, table.write(store.root, "md", "csv", "json"))))
         print("One claim with its command and record: quicksilver claims table11.isolated.halting")

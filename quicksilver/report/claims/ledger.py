@@ -534,7 +534,11 @@ def ledger(sources: Sequence[Source], name: str = "claims", others: Mapping[str,
         for group, members in rows.groupby("panel", sort=False)
     ]
     outcomes = standing(rows)
-    title = f"The claims of arXiv 2506.22396: {len(outcomes)} outcomes, each counted once: {_said(Counter(outcomes.values()))}"
+    measured = rows[rows["record"] != ""]
+    on = f" on {measured['model'].mode().iat[0]} and {measured['data'].mode().iat[0]}" if len(measured) else ""
+    title = (
+        f"The claims of arXiv 2506.22396{on}: {len(outcomes)} outcomes, each counted once: {_said(Counter(outcomes.values()))}"
+    )
     for label, found in elsewhere.items():
         same = {claim: verdict for claim, verdict in found.items() if claim in outcomes}
         title += f". {label}: {_said(Counter(same.values()))}"

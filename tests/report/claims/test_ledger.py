@@ -1,6 +1,5 @@
 """The claims ledger: what records answer is judged, and what nothing answers says why. No model is run here."""
 
-import re
 from pathlib import Path
 
 import fakes
@@ -225,6 +224,7 @@ def test_an_answer_to_nothing_is_refused(tmp_path, claim, key, said):
 def test_it_is_readable_in_a_terminal(tmp_path):
     text = ledger([source(tmp_path, saved=0.25, faster=0.2, per_token=0.003)]).text(150)
     assert max(map(len, text.splitlines())) <= 150
+    assert text.startswith("The claims of arXiv 2506.22396 on reference-gpt2 and python-docs: ")
     settings = [one for one in reported().values() if one.group == "Settings"]
     assert f"Settings: {sum(len(entry.quantities) for entry in settings)} settings" in text
     for heading in ("Operations and perplexity", "Time", "Energy", "Tasks", "Settings", CONTRADICTIONS):
@@ -335,7 +335,6 @@ def test_the_command_runs_nothing_and_writes_the_ledger(table11, capsys):
     assert console.main(["claims", f"results_dir={table11.results}"]) == 0
     assert table11.made == []
     shown = capsys.readouterr().out
-    assert re.match(r"Measured on \S+ and \S+, unless a row names", shown)
     assert "quicksilver reproduce table 11" in " ".join(shown.split())
     assert {path.name for path in table11.results.iterdir() if path.is_file()} == {"claims.csv", "claims.json", "claims.md"}
 

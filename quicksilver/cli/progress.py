@@ -192,10 +192,11 @@ def _against_dense(record: Record) -> list[str]:
     if record.found("null", NullResult) is not None:
         lines.append(_difference("its null", "null_", record))
     prompt = record.protocol.name == "continuation"
-    ledgers = {name: record.flops_saved_pct(f"prompt_{name}" if prompt else name) for name in ("executed", "nominal", "paper")}
-    said = ", ".join(f"{name} {value:.1f}%" for name, value in ledgers.items() if value is not None)
-    of = " of the prompt's" if prompt else ""
-    lines.append(f"  FLOPs saved  {said}{of}")
+    for title, phase, of in (
+        (("FLOPs saved", "prompt_", " of the prompt"), ("", "", " of all tokens")) if prompt else (("FLOPs saved", "", ""),)
+    ):
+        ledgers = {name: record.flops_saved_pct(f"{phase}{name}") for name in ("executed", "nominal", "paper")}
+        lines.append(f"  {title:<12} {', '.join(f'{name} {pct:.1f}%' for name, pct in ledgers.items() if pct is not None)}{of}")
     saved_pct = record.flops_saved_pct("prompt_executed") if prompt else None
     name, entry = next(iter(record.config["modules"].items()), ("", None))
     asked = entry.get("save") if isinstance(entry, Mapping) and len(record.config["modules"]) == 1 else None

@@ -102,7 +102,7 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
             for number, error in composed.errors.items():
                 run = manifest.runs[number - 1]
                 board.sweep.failed(run, error)
-                say(f"{manifest.label(run)}: {error}")
+                say(_failure(manifest.label(run), error))
             trouble = _make(board, composed, asked, settings)
         board.write()
         states = [state.state for state in board.sweep.states()]
@@ -385,6 +385,12 @@ class SameFailureError(QuickSilverError):
     """Runs fail one after the other in the same way: the environment is broken, not the runs."""
 
 
+def _failure(label: str, error: Exception) -> str:
+    """What is said of a run that failed; many errors begin with the option by which its label names it."""
+    number, _, option = label.rpartition("] ")
+    return f"{number}] {error}" if number and str(error).startswith(f"{option}:") else f"{label}: {error}"
+
+
 def _kind(error: Exception) -> str:
     """Equal for failures that differ in values, numbers and paths alone."""
     return re.sub(r"(?<==)[^\s,]+|\S*/\S*|[\d.]+", "", f"{type(error.__cause__ or error).__name__} {error}")
@@ -410,7 +416,8 @@ def work_through(
                 label, began = sweep.manifest.label(run), time.monotonic()
                 left_s = time_left_s(left, seconds)
                 if not sys.stderr.isatty():
-                    _err(f"{label} begins{f', about {duration(left_s)} left' if left_s else ''}")
+                    shared = ", shared with another worker," if run.fingerprint in sweep.store.in_the_making() else ""
+                    _err(f"{label}{shared} begins{f', about {duration(left_s)} left' if left_s else ''}")
                 if together:
                     parallel.broadcast_from_rank0(run.number)
                 names = {} if run.fingerprint is None else {run.fingerprint: label}
@@ -422,7 +429,7 @@ def work_through(
                     if not isinstance(error, QuickSilverError):
                         show_fault(error)
                     elif not together:  # else the command ends with it
-                        say(f"{label}: {error}")
+                        say(_failure(label, error))
                     if together:
                         raise
                     alike = [*(kind for kind in alike if kind == _kind(error)), _kind(error)]

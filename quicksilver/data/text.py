@@ -101,7 +101,7 @@ def _what_is_missing(part: Part, path: Path | None, root: Path | None) -> str:
     if root is None and not path.is_absolute():
         return (
             f": there is no file {path}. It is looked for below data.root, which is not set: give data.root=/folder (or QUICKSILVER_DATA), or "
-            f"{key}=/path/of/the/file."
+            f"{key}=/path/of/the/file. `quicksilver list dataset` says what each text is."
         )
     return f": there is no file {path}. Give another data.root=/folder, or {key}=/path/of/the/file."
 

@@ -48,6 +48,10 @@ def commit_records(store: Store, wanted: Mapping[str, Collection[str]]) -> list[
 
     def add(fingerprint: str, parts: Collection[str]) -> Record:
         made = store.path(fingerprint)
+        if not made.exists() and archive.text(old, fingerprint) is None:
+            raise ConfigError(
+                f"{made}: there is no such run. Copy its folder to there, and that of the dense run that it is compared with."
+            )
         record = load_record(made if made.exists() else old / fingerprint)
         records.setdefault(fingerprint, (record, set()))[1].update(parts)
         return record

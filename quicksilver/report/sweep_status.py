@@ -28,8 +28,8 @@ MOST_INTERVALS = 300  # of one look; one takes as long as ten records without
 LATER = "interval_later"
 STATES = ("done", "running", "failed", "waiting")
 _NUMBERS = {
-    "ppl": "perplexity", "delta_ppl_pct": "Δ to dense, %", "kl_nats": "KL, nats", "executed_flops_saved_pct": "executed FLOPs saved, %",
-    "seconds": "took, s",
+    "ppl": "perplexity", "delta_ppl_pct": "Δ to dense, %", "kl_nats": "KL, nats", "executed_flops_saved_pct": "executed FLOPs saved, %, all tokens",
+    "seconds": "seconds, all workers",
 }  # fmt: skip
 
 

@@ -49,8 +49,8 @@ LEGEND = (
     "Saved is in percent of dense inference: nominal = the dense formula on active tokens; exec = operations of what really ran, signals "
     "and modules included; paper = Appendix J with its constants; prompt = of the prompt alone; KV bytes = resident.",
     "Δppl: perplexity minus dense perplexity on the same windows with its 95% interval; below it the same in percent.",
-    "front: ● where no other row of the panel saves as much or more for a smaller Δppl. Point estimates are compared, not "
-    "intervals.",
+    "front: ● where no other row of the panel saves more, in the first column of saved, for a smaller Δppl. "
+    "Point estimates are compared, not intervals.",
     "Values such as p25 are percentiles of the signal, layer by layer, on the calibrating part of the text.",
 )
 FRONT = Column("", "front", lambda row: ("●" if row["front"] else "",))

@@ -245,7 +245,7 @@ def estimates(
     said = {id(config): words for config, words in zip(configs, differing, strict=False) if words}
     shapes: dict[str, Architecture] = {}
     rate, context, found = cache(measured_speed), RunContext(), []
-    for config in with_dense(configs):
+    for config in without_record(with_dense(configs)):
         check_allowed_by_protocol(config)
         model, root = config.model, Path(config.data.root).expanduser() if config.data.root else None
         if (key := f"{model.name} {model.path} {model.dtype}") not in shapes:
@@ -304,7 +304,7 @@ def table(found: Sequence[Estimate], absent: Sequence[str] = (), workers: int = 
         return "Every run has its record: nothing would run."
     room = (shutil.get_terminal_size().columns if sys.stdout.isatty() else 150) - 40
     wide = max(20, min(room, max(len(one.label) for one in found)))
-    lines = [f"{'run':<{wide}} {'PFLOP':>8} {'time':>8} {'memory':>10} {'record':>10}"]
+    lines = [f"{'run':<{wide}} {'PFLOP':>8} {'time':>8} {'memory':>10} {'record ≤':>10}"]
     for one in found:
         work = f"{one.flops / 1e15:>8.3g} {duration(one.seconds):>8}"
         label = one.label if len(one.label) <= wide else f"{one.label[: wide - 1]}…"
@@ -314,7 +314,7 @@ def table(found: Sequence[Estimate], absent: Sequence[str] = (), workers: int = 
     lines.append(
         f"{len(found)} run{'s' * (len(found) > 1)}: about {duration(3600 * _hours(found))}{shared} "
         "(speed measured now; other work on the machine makes it longer), "
-        f"{gibibytes(memory)} of memory, {gibibytes(disk)} of records on disk. Weights: {gibibytes(max(one.weights_bytes for one in found))}."
+        f"{gibibytes(memory)} of memory, at most {gibibytes(disk)} of records on disk. Weights: {gibibytes(max(one.weights_bytes for one in found))}."
     )
     lines.append(f"If a run is killed, at most {duration(max(one.block_seconds for one in found))} of its work are lost.")
     if any(one.calibrates for one in found):

@@ -10,6 +10,7 @@ import getpass
 import re
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -38,6 +39,8 @@ _LEAST = {
     "timeout_min": 1, "nodes": 1, "tasks_per_node": 1, "cpus_per_task": 1, "array_parallelism": 1, "mem_gb": 0.1, "gpus_per_node": 0,
     "max_num_timeout": 0, "signal_delay_s": 0,
 }  # fmt: skip
+_DIED = re.compile("has not produced any output|unexpectedly terminated")
+_STARTS = 3  # of joblib's workers, where one dies
 _OUT_OF_MEMORY = re.compile(r"OUT_OF_ME|oom[_ -]?kill|exceeded (?:\w+ )?memory limit", re.IGNORECASE)
 
 
@@ -211,7 +214,9 @@ def launch(
             for answer in launcher.launch([[] for _ in range(workers)], initial_job_idx=0):
                 _ = answer.return_value  # raises what the worker raised
 
-        if not name.startswith("submitit"):
+        if name == "joblib":
+            _wait_again(wait, is_over)
+        elif not name.startswith("submitit"):
             wait()
         else:
             _until_over(wait, is_over, at_work)
@@ -225,14 +230,32 @@ def launch(
                 folder.rmdir()
 
 
+def _wait_again(wait: Callable[[], None], is_over: Callable[[], bool]) -> None:
+    """`wait()`, and again where a worker died: joblib ends all workers with it. Finished blocks are kept."""
+    for left in reversed(range(_STARTS)):
+        try:
+            return wait()
+        except Exception as error:
+            if is_over():
+                return None
+            if not left or not _DIED.search(str(error)):
+                raise
+            print(
+                "A worker died, killed by hand or for want of memory. joblib ended all; they start again.",
+                file=sys.stderr,
+                flush=True,
+            )
+    return None
+
+
 def _why(error: Exception) -> str:
     """One line of what a launcher raised, which may hold a traceback or a log."""
     text = str(error).strip() or repr(error)
     if _OUT_OF_MEMORY.search(text):
         return "it ran out of memory. Give it more (hydra.launcher.mem_gb), or take a smaller protocol.batch_size."
-    if "has not produced any output" in text or "unexpectedly terminated" in text:
+    if _DIED.search(text):
         state = re.search(r" \(state: \w+\)", text)
-        return f"it died{state[0] if state else ''}, killed by hand or for want of memory. Give it more, or take a smaller protocol.batch_size."
+        return f"it died{state[0] if state else ''}, killed by hand or for want of memory. Take fewer workers or a smaller protocol.batch_size; with submitit, more hydra.launcher.mem_gb."
     raised = re.findall(r"^(?:\w+\.)*(\w+(?:Error|Exception): .+)$", text, re.MULTILINE)
     return raised[-1] if raised else f"{type(error).__name__}: {' '.join(text.splitlines()[:2])}"
 

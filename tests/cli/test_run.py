@@ -28,7 +28,7 @@ def test_one_run_prints_what_its_record_says(words, capsys):
     assert f"executed {100 * (1 - record.quality.prompt_executed_flops / record.dense.prompt_executed_flops):.1f}%" in out
     assert "against dense" in out
     assert "its null" in out
-    assert "of the prompt's" in out
+    assert "of the prompt" in out
     assert "Traceback" not in err
     assert not Path("outputs").exists()
     here = f"results_dir={folder.parents[1]}"
@@ -36,6 +36,8 @@ def test_one_run_prints_what_its_record_says(words, capsys):
     shown = capsys.readouterr().out
     assert shown.count(record.label) == 2
     assert shown.count("trace.safetensors (") == 2
+    assert console.main(["show", str(folder)]) == 0  # of any results folder
+    assert record.label in capsys.readouterr().out
     assert console.main(["report", here]) == 0  # no table is written there: the site has the runs
     assert (folder.parents[1] / "report" / "runs" / f"{record.fingerprint}.html").is_file()
     capsys.readouterr()

@@ -166,6 +166,25 @@ def test_jobs_of_submitit_are_waited_for_until_everything_is_made_and_no_longer(
     launchers._until_over(died, lambda: True, lambda: False)  # all is made: what became of a worker matters no more
 
 
+def test_workers_of_joblib_start_again_where_one_died_and_not_for_ever(capsys):
+    ends = [RuntimeError("A worker process was unexpectedly terminated."), None]
+
+    def wait() -> None:
+        if (end := ends.pop(0)) is not None:
+            raise end
+
+    launchers._wait_again(wait, lambda: False)
+    assert not ends
+    assert "start again" in capsys.readouterr().err
+    ends[:] = [RuntimeError("unexpectedly terminated")] * 4
+    with pytest.raises(RuntimeError, match="terminated"):
+        launchers._wait_again(wait, lambda: False)
+    assert len(ends) == 1
+    ends[:] = [ValueError("another")] * 2
+    with pytest.raises(ValueError, match="another"):
+        launchers._wait_again(wait, lambda: False)
+
+
 def test_a_worker_that_was_killed_is_counted_once_and_leaves_nothing(tmp_path):
     sweep = Sweep(tmp_path, Manifest("one", (), ()))
     with sweep.at_work():

@@ -77,7 +77,7 @@ class Keep(ResultsFolder):
         size = sum(path.stat().st_size for path in (root / KEPT).rglob("*") if path.is_file())
         if too_large := set(wanted) - {folder.name for folder in kept}:
             print(f"{len(too_large)} records are too large to be kept.")
-        then = f"commit {root / KEPT}" if self.add else "quicksilver reproduce all"
+        then = f"commit {root / KEPT} in a clone of the repository" if self.add else "quicksilver reproduce all"
         print(f"{len(kept)} records in {kept[0].parent}, {size / 1e6:.1f} MB. Now: {then}")
         return 0
 

@@ -118,11 +118,15 @@ class Show(ResultsFolder):
     def main(self) -> int:
         """Print its summary, its files and its page."""
         from quicksilver.cli.progress import summary
+        from quicksilver.records.record import RECORD, load_record
         from quicksilver.records.store import Store
 
-        self.check_there()
         store, begins = Store(self.results_dir), Path(self.names[0]).name if self.names else ""
-        found = {name: folder for name, folder in store.folders().items() if name.startswith(begins)}
+        if begins and (own := Path(self.names[0]) / RECORD).is_file():
+            store, found = Store(own.parents[2]), {begins: own.parent}
+        else:
+            self.check_there()
+            found = {name: folder for name, folder in store.folders().items() if name.startswith(begins)}
         if not found:
             raise ConfigError(
                 f"{begins or self.results_dir}: no such record. `quicksilver show` alone shows the newest of results_dir={self.results_dir}."
@@ -130,13 +134,14 @@ class Show(ResultsFolder):
         if begins and len(found) > 1:
             raise ConfigError(f"{begins} begins {len(found)} fingerprints, such as {', '.join(list(found)[:3])}: write more.")
         name = max(found, key=lambda one: found[one].stat().st_mtime if found[one].is_dir() else 0.0)
-        record = store.get(name)
-        assert record is not None
+        record = load_record(found[name])
         print(summary(record))
+        if record.is_kept and store.path(name).is_dir():
+            print(f"  care         this is the repository's record. Yours: quicksilver show {store.path(name)}")
         if found[name].is_dir():
             sizes = [f"{path.name} ({path.stat().st_size:,} bytes)" for path in sorted(found[name].iterdir())]
             print(f"  files        {', '.join(sizes)}")
-        page = Path(self.results_dir) / "report" / "runs" / f"{name}.html"
+        page = store.root / "report" / "runs" / f"{name}.html"
         print(f"  page         {page if page.is_file() else 'not written yet: type quicksilver report'}")
         return 0
 

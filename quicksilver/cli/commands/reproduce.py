@@ -150,7 +150,7 @@ def _source(records: str, jobs: Sequence[Job]) -> str:
     made = {job.record.fingerprint: job.record for job in jobs if job.record is not None}.values()
     reused = [one.confirmed.windows for one in made if one.confirmed is not None and one.confirmed.agrees]
     if not reused:
-        return f"records={records}: all measured on this machine"
+        return f"records={records}: every row was measured on this machine"
     those = f"quality of {len(reused)} of {len(made)} runs from committed records, of which {max(reused)} windows were checked"
     return f"records={records}: times of this machine; {those}"
 

@@ -74,6 +74,10 @@ COLUMNS = [
     *("record", "dense_record"),
 ]
 _NUMBERS = ("target_low", "target_high", "measured", "measured_low", "measured_high", "noise_floor", "lookahead")
+_OF_RECORDS = (
+    "FLOPs are the paper's formula over all tokens, `paper` in what `quicksilver show` prints. Times here are those of all processes; "
+    "`show` prints the record's own."
+)
 LEGEND = (
     "measured: with its 95% interval, a time with the quartiles of its rounds or the range of its processes; of several protocols each has its row. noise: of the clock; a difference inside it is none. Perplexity is compared in percent of dense perplexity, "
     "operations in the paper's ledger, time in percent of dense inference in the same process.",
@@ -578,6 +582,8 @@ def told(rows: pd.DataFrame, asked: Sequence[str]) -> str:
             said |= {"elsewhere": row["elsewhere"], "repeat": row["command"]}
             said["record"] = row["record"] and f"quicksilver show {row['record'][:SHORT]}"
             lines += [f"  {key:<10} {text}" for key, text in said.items() if text and text != "-"]
+    if any("  record " in line for line in lines):
+        lines.append(f"\n{_OF_RECORDS}")
     return "\n".join(lines).lstrip()
 
 

@@ -205,7 +205,9 @@ def _against_dense(record: Record) -> list[str]:
         lines.append(f"  care         modules.{name}.save={asked:g} was chosen for other prompts: {those}")
     latency = record.found("latency", LatencyResult)
     if latency is not None:
+        around = record.environment
         lines.append(f"  latency      {latency.line()}")
+        lines.append(f"               on {around.gpu or around.cpu}, {around.threads} thread{'s' * (around.threads != 1)}")
     return lines
 
 

@@ -29,6 +29,7 @@ from quicksilver.cli.progress import SAYS_EVERY_S, gc_disabled, progress_bar, sh
 from quicksilver.models import parallel
 from quicksilver.models.loading import check_fits
 from quicksilver.models.spec import ModelConfig
+from quicksilver.modules.calibration import Calibrated
 from quicksilver.records import lease
 from quicksilver.report.sweep_status import Board
 from quicksilver.runs import optuna_sweep as studies
@@ -38,6 +39,7 @@ from quicksilver.runs.config import RunConfig, compose
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.estimate import check_time, duration, estimates, not_here, table, without_record
 from quicksilver.runs.launchers import HERE, SERIAL, check_launcher, launch, launcher_name, workers_of
+from quicksilver.runs.parts import build_modules
 from quicksilver.runs.run import Plan, Progress, check_shared, make, parts_of, plan
 from quicksilver.runs.sweep import Manifest, Sweep, SweepRun, check_name, claimed, default_name, expanded, time_left_s
 from quicksilver.runs.tracker import check_tracker, sync_hint
@@ -70,18 +72,7 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
         if sweeper == "optuna":
             return optimise(overrides, settings, extra_dirs, asked)
         if asked.plan:
-            swept = runs_of(overrides, settings, extra_dirs)
-            split = [[word.partition("=") for word in differing] for _, differing in swept]
-            short = [" ".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in words) for words in split]
-            configs = [compose(words, extra_dirs) for words, _ in swept]
-            left = without_record(configs)
-            unmade = {id(config) for config in left}
-            differing = [words for config, words in zip(configs, short, strict=True) if id(config) in unmade]
-            if done := len(configs) - len(left):
-                print(f"{done} of {len(configs)} runs {'have their records' if done > 1 else 'has its record'}.")
-            workers = 1 if launcher in HERE else workers_of(settings, asked.workers)  # those here share what was measured
-            print(table(estimates(left, differing=differing), not_here(left), workers))
-            return 0
+            return _print_plan(overrides, settings, extra_dirs, asked)
         with gc_disabled():
             composed = compose_runs(overrides, settings, extra_dirs, asked.yes)
         first = composed.configs[0]
@@ -111,11 +102,40 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
         if failed := states.count("failed"):
             run_or_runs = "One run of this sweep" if failed == 1 else f"{failed} runs of this sweep"
             say(f"{run_or_runs} failed (above). The others have their records; the same command repeats only what failed.")
+            if composed.errors:
+                say("Where a value was wrong: correct it, and give the sweep another name=…. Finished runs are reused.")
         if trouble is not None:
             say(
                 f"{trouble} {states.count('done')} of {len(states)} runs have their records. Once that is mended, the same command goes on."
             )
         return 1 if failed or trouble is not None else 0
+
+
+def _print_plan(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequence[Path], asked: SweepOptions) -> int:
+    """What the runs without a record would take, and which ones cannot be made; returns the exit code: 2 where there is such a run."""
+    swept = runs_of(overrides, settings, extra_dirs)
+    configs: dict[str, RunConfig] = {}
+    for number, (words_of_run, differing) in enumerate(swept, start=1):
+        split = [word.partition("=") for word in differing]
+        label = " ".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in split) or str(number)
+        try:
+            config = compose(words_of_run, extra_dirs)
+            for module in build_modules(config.modules):
+                if isinstance(module, Calibrated):
+                    module.calibration_signals()
+        except ConfigError as error:
+            say(_failure(f"[{number}/{len(swept)}] {label}", error))
+        else:
+            configs[label] = config
+    left = without_record([*configs.values()])
+    unmade = {id(config) for config in left}
+    if done := len(configs) - len(left):
+        print(f"{done} of {len(swept)} runs {'have their records' if done > 1 else 'has its record'}.")
+    launcher = launcher_name(settings)
+    workers = 1 if launcher in HERE else workers_of(settings, asked.workers)  # those here share what was measured
+    options = [label for label, config in configs.items() if id(config) in unmade]
+    print(table(estimates(left, differing=options), not_here(left), workers))
+    return 2 if len(configs) < len(swept) else 0
 
 
 @contextmanager
@@ -250,6 +270,7 @@ def _make(board: Board, composed: Composed, asked: SweepOptions, settings: DictC
     done = sum(state.state == "done" for state in sweep.states())
     later = len(runs) - done - len(composed.errors) - len(wanted)
     rest = f", {later} later (limit={asked.limit})" if later else ""
+    rest += f", {len(composed.errors)} cannot be made (above)" if composed.errors else ""
     _err(
         f"Sweep {sweep.manifest.name}: {len(runs)} runs, {done} with a record, {len(wanted)} to do{rest}. {sweep.folder / 'index.html'}"
     )
@@ -267,7 +288,9 @@ def _make(board: Board, composed: Composed, asked: SweepOptions, settings: DictC
     parts = sum(parts_of(composed.plans[number].wanted[0].config) for number in wanted)
     workers = min(sweep.manifest.workers, parts)
     if workers < sweep.manifest.workers:
-        _err(f"workers={sweep.manifest.workers}: the runs have {parts} blocks of windows, so {workers} start.")
+        _err(
+            f"workers={sweep.manifest.workers}: the runs have {parts} block{'s' * (parts > 1)} of windows, so {workers} start{'s' * (workers == 1)}."
+        )
     backwards = [run for run in reversed(runs) if run.number in wanted]  # the last is open longest
     worker = Worker(str(sweep.store.root.absolute()), sweep.manifest.name, tuple(wanted), asked.shard)
     try:
@@ -507,8 +530,14 @@ def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
         print(f"\nWithin the budget {config.budget}: {label(best[0])}\n  {' '.join(best[0].differing)}")
     goals = ", ".join(f"{name} ({direction})" for name, direction in config.objectives.items())
     print(f"\nNo other run{' within it' if config.budget else ''} beats these in all of {goals}:")
+    rows, alike = {row["number"]: row for row in board.rows()}, dict[tuple[Any, ...], list[SweepRun]]()
     for run in best:
-        print(f"  {label(run)}  {run.fingerprint}")
+        alike.setdefault(tuple(rows[run.number].get(key) for key in ("ppl", "kl_nats", "executed_flops_saved_pct")), []).append(
+            run
+        )
+    for one, *others in alike.values():
+        equal = f" (equal: {', '.join(map(label, others))})" if others else ""
+        print(f"  {label(one)}  {one.fingerprint}{equal}")
     _say_hint(board, first)
     return 1 if any(state.state == "failed" for state in board.sweep.states()) else 0
 

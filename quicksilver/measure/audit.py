@@ -47,8 +47,9 @@ class AuditResult(Result):
 
     def line(self) -> str:
         masked = self.masked_max_abs_logit_difference
-        return f"logits moved by {self.max_abs_logit_difference:.2g} of {self.max_abs_logit:.3g} at {self.probes} probes" + (
-            "" if masked is None else f" ({masked:.2g} under masked execution, free of rounding)"
+        return (
+            f"logits moved by {self.max_abs_logit_difference:.2g} (the largest is {self.max_abs_logit:.3g}) at {self.probes} probes"
+            + ("" if masked is None else f" ({masked:.2g} under masked execution, free of rounding)")
         )
 
 

@@ -285,13 +285,18 @@ class LatencyResult(Result):
         return None if None in values else Timing(*values)
 
     def line(self) -> str:
-        prompt = self.timing(prompt=True)
-        one, of = prompt or self.timing(), " of the prompt's" if prompt else ""
-        assert one is not None  # of the whole batch there always is one
-        saved, low, high = (100 * (1 - value) for value in (one.ratio.median, one.ratio.high, one.ratio.low))
-        if abs(saved) <= one.noise_floor_pct:
-            return f"≈ 0{of} time saved: {saved:.1f}% is within the noise of the clock ({one.noise_floor_pct:.1f}%)"
-        return f"{saved:.1f}%{of} time saved (quartiles {low:.1f} to {high:.1f}; noise {one.noise_floor_pct:.1f}%)"
+        """The time saved: of the prompt where there is one, then of the whole batch."""
+        prompt, whole = self.timing(prompt=True), self.timing()
+        assert whole is not None
+        both = (_saved(whole, ""),) if prompt is None else (_saved(prompt, " of the prompt's"), _saved(whole, " of the batch's"))
+        return f"\n{' ' * 15}".join(both)
+
+
+def _saved(one: Timing, of: str) -> str:
+    saved, low, high = (100 * (1 - value) for value in (one.ratio.median, one.ratio.high, one.ratio.low))
+    if abs(saved) <= one.noise_floor_pct:
+        return f"≈ 0{of} time saved: {saved:.1f}% is within the noise of the clock ({one.noise_floor_pct:.1f}%)"
+    return f"{saved:.1f}%{of} time saved (quartiles {low:.1f} to {high:.1f}; noise {one.noise_floor_pct:.1f}%)"
 
 
 @dataclass

@@ -106,6 +106,19 @@ class Store:
         kept = {} if self.kept is None else {name: self.kept / name for name in archive.names(self.kept)}
         return {name: self.runs / name for name in there} | kept
 
+    def named(self, begins: str) -> str:
+        """The whole fingerprint of a record of which this is the beginning.
+
+        Raises:
+            ConfigError: there is none, or more than one.
+        """
+        found = [name for name in self.folders() if name.startswith(begins)]
+        if not found:
+            raise ConfigError(f"{begins}: no record below {self.root} begins so. `quicksilver show` shows the newest of them.")
+        if len(found) > 1:
+            raise ConfigError(f"{begins} begins {len(found)} fingerprints, such as {', '.join(found[:3])}: write more.")
+        return found[0]
+
     def dense_of(self, record: Record) -> Record:
         """The dense record a record's differences are against (a dense record is its own).
 

@@ -41,6 +41,7 @@ from quicksilver.report.provenance import SHORT
 from quicksilver.report.table import (
     ENDS,
     KL_CELL,
+    LOUD,
     NO_VALUE,
     Cell,
     Column,
@@ -66,7 +67,7 @@ MEASURED = "measured"  # status of a row that has a record; any other status is 
 
 NOISE = (
     "≈ 0: no larger than the noise floor below the table (A/A: the dense model against itself, median over the runs). Noisier runs "
-    "use their own noise floor."
+    f"use their own noise floor; above {LOUD}% it is printed, as in ±43: no smaller difference could be seen."
 )
 LEGEND = (  # a column, and what is said where a row has it
     (
@@ -82,7 +83,7 @@ LEGEND = (  # a column, and what is said where a row has it
     (
         "co2_saved_pct",
         "CO₂e: grams that CodeCarbon charges a token, saved in percent. The dense row shows micrograms a token. Without an energy counter it is "
-        "derived from time, and ≈ 0 where the time is.",
+        "derived from time, and ≈ 0 or ±43 where the time is.",
     ),
     (
         "executed_flops",
@@ -332,7 +333,8 @@ def _emissions_cell(row: Mapping[str, Any]) -> Lines:
     saved, noise = number(row, "co2_saved_pct"), number(row, "noise_floor_pct")
     if saved is None or noise is None:
         return (NO_VALUE if saved is None else signed(saved),)
-    return ("≈ 0",) if speedup_cell(row) == ("≈ 0",) else time_cell(saved, noise)
+    time = speedup_cell(row)
+    return time if time[0].startswith(("≈", "±")) else time_cell(saved, noise)
 
 
 def _speedup(phase: str = "") -> Cell:

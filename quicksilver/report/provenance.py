@@ -50,7 +50,9 @@ def notes(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
     if confirmed := confirmation(records):
         lines.append(confirmed)
     if warnings := timing_warnings(records):
-        lines.append(f"Times are uncertain: {'; '.join(warnings)}.")
+        lines.append(
+            f"Times are uncertain: {'; '.join(warnings)}. On a quiet machine `quicksilver time` takes them again, in several processes."
+        )
     names: dict[str, list[str]] = {}  # `halting 0a1b2c3d4e5f`; rows that share a record share a name
     for outcome in outcomes:
         if outcome.record is not None:
@@ -107,7 +109,8 @@ def confirmation(records: Sequence[Record]) -> str | None:
             f"{others} differ by more than their number format leaves, or have another kernel, and were measured here as a whole."
         )
     if taken:
-        own = "of them only times and energy are of this machine; records=own measures all of it."
+        timed = any(record.found("latency", LatencyResult) for record in records)
+        own = f"{'of them only times and energy are' if timed else 'none of it is'} of this machine; records=own measures all of it."
         said.append(f"{taken} {'are' if taken > 1 else 'is'} confirmed within their number format ({formats}): {own}")
     return " ".join(said)
 

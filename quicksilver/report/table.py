@@ -423,6 +423,7 @@ def _latex(table: Written, panel: PrintedPanel) -> str:
 # --- cells: signs, intervals, and what cannot be told from noise ------------------------------------------------------------------
 
 NO_VALUE = "-"
+LOUD = 10  # percent; a clock with more noise than this does not tell the methods apart
 FALSE_DISCOVERIES = 0.05  # among the verdicts of a table
 ENDS = ("", "_low", "_high")  # behind a column's name: the value, and its 95% interval
 
@@ -527,8 +528,10 @@ def speedup_cell(row: Mapping[str, Any], key: str = "speedup_pct") -> Lines:
 
 
 def time_cell(value: float | None, noise: float | None) -> Lines:
-    """A difference of times as a cell: `≈ 0` where it is no larger than the noise floor, printed below the panel."""
-    return time_difference_cell(value, noise)[: 2 if noise is None else 1]
+    """A difference of times as a cell: `≈ 0` where it is no larger than the noise floor, printed below the panel. Where that floor is `LOUD`, a
+    zero would say too much: `±43`."""
+    lines = time_difference_cell(value, noise)[: 2 if noise is None else 1]
+    return (f"±{noise:.0f}",) if lines == ("≈ 0",) and noise is not None and noise > LOUD else lines
 
 
 def time_difference_cell(value: float | None, noise: float | None) -> Lines:

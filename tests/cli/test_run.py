@@ -44,7 +44,7 @@ def test_one_run_prints_what_its_record_says(words, capsys):
     assert console.main(["show", here]) == 0
     assert f"runs/{record.fingerprint}.html" in capsys.readouterr().out
     assert console.main(["show", "zz", here]) == 2
-    assert "zz: no such record" in capsys.readouterr().err
+    assert "zz: no record below" in capsys.readouterr().err
 
 
 def test_a_failing_job_of_a_sweep_leaves_the_others_and_the_exit_code_tells(words, capsys):

@@ -11,7 +11,7 @@ import pytest
 
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.comparison import against_dense, cautions, columns, frame
-from quicksilver.report.table import amount, interval_cell, signed, speedup_cell, versus_null_cell
+from quicksilver.report.table import amount, interval_cell, signed, speedup_cell, time_cell, versus_null_cell
 from quicksilver.runtime.errors import ConfigError
 
 
@@ -139,3 +139,8 @@ def test_signs_and_amounts():
 @pytest.mark.parametrize(("noise_pct", "said"), [(3.0, "20.0% time saved"), (40.0, "≈ 0 time saved: 20.0% is within the noise")])
 def test_a_run_says_no_time_saved_inside_the_noise_of_the_clock(noise_pct: float, said: str) -> None:
     assert fakes.latency(0.2, noise_pct).line().startswith(said)
+
+
+@pytest.mark.parametrize(("noise", "said"), [(3.0, "+5.0"), (7.0, "≈ 0"), (43.0, "±43")])
+def test_a_clock_too_noisy_to_tell_anything_gives_no_zero(noise: float, said: str) -> None:
+    assert time_cell(5.0, noise) == (said,)

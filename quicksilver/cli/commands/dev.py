@@ -36,7 +36,7 @@ class Keep(ResultsFolder):
     tables from what was kept.
     """
 
-    add: list[str] | None = key("[RECORD,…]", "fingerprints of finished runs, the names of their folders in results/runs")
+    add: list[str] | None = key("[RECORD,…]", "fingerprints of finished runs in results/runs, or their beginnings")
 
     def main(self) -> int:
         """Copy the records."""
@@ -53,7 +53,7 @@ class Keep(ResultsFolder):
         written |= {path.stem: path for path in sorted(root.glob("claims*.json"))}
         if self.add:
             written = {name: path for name, path in written.items() if not name.endswith(LOCAL_SUFFIX)}
-        added = sorted({*read_object(root / KEPT / ADDED).get("records", ()), *(self.add or ())})
+        added = sorted({*read_object(root / KEPT / ADDED).get("records", ()), *map(Store(root).named, self.add or ())})
         if not written and not added:
             raise ConfigError(f"results_dir={root}: there is no table or figure in it whose records could be kept.")
         reads = {one.name: one.reads for one in artefacts()}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from quicksilver.cli.arguments import ResultsFolder
 from quicksilver.cli.progress import gc_disabled, needing, width
@@ -126,16 +127,15 @@ class Show(ResultsFolder):
             store, found = Store(own.parents[2]), {begins: own.parent}
         else:
             self.check_there()
-            found = {name: folder for name, folder in store.folders().items() if name.startswith(begins)}
+            found = store.folders()
+            found = {begins: found[begins]} if begins and (begins := store.named(begins)) else found
         if not found:
-            raise ConfigError(
-                f"{begins or self.results_dir}: no such record. `quicksilver show` alone shows the newest of results_dir={self.results_dir}."
-            )
-        if begins and len(found) > 1:
-            raise ConfigError(f"{begins} begins {len(found)} fingerprints, such as {', '.join(list(found)[:3])}: write more.")
+            raise ConfigError(f"results_dir={self.results_dir}: there is no record yet.")
         name = max(found, key=lambda one: found[one].stat().st_mtime if found[one].is_dir() else 0.0)
         record = load_record(found[name])
         print(summary(record))
+        if options := _options(record.config["modules"]):
+            print(f"  options      {options}")
         if record.is_kept and store.path(name).is_dir():
             print(f"  care         this is the repository's record. Yours: quicksilver show {store.path(name)}")
         if found[name].is_dir():
@@ -144,6 +144,22 @@ class Show(ResultsFolder):
         page = store.root / "report" / "runs" / f"{name}.html"
         print(f"  page         {page if page.is_file() else 'not written yet: type quicksilver report'}")
         return 0
+
+
+def _options(modules: Mapping[str, Mapping[str, Any]]) -> str:
+    """The options of a record's modules that are not their defaults; all of a module of the user's."""
+    from quicksilver.runs.config import compose
+
+    said = []
+    for name, entry in modules.items():
+        default: Mapping[str, Any] = {}
+        with suppress(ConfigError):
+            default = compose([f"modules=[{name}]"]).modules[name]
+        differing = {
+            key: value for key, value in entry.items() if key != "_target_" and (key not in default or default[key] != value)
+        }
+        said += [f"{name}.{key}={value}" for key, value in differing.items()]
+    return ", ".join(said)
 
 
 @dataclass

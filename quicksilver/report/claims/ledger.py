@@ -75,8 +75,8 @@ COLUMNS = [
 ]
 _NUMBERS = ("target_low", "target_high", "measured", "measured_low", "measured_high", "noise_floor", "lookahead")
 _OF_RECORDS = (
-    "FLOPs are the paper's formula over all tokens, `paper` in what `quicksilver show` prints. Times here are those of all processes; "
-    "`show` prints the record's own."
+    "FLOPs are the paper's formula over all tokens, `paper` in what `quicksilver show` prints. Times are of prompt and continuation; where "
+    "the table says so, they were taken again in several processes on one machine. `show` prints the record's own, with its machine."
 )
 LEGEND = (
     "measured: with its 95% interval, a time with the quartiles of its rounds or the range of its processes; of several protocols each has its row. noise: of the clock; a difference inside it is none. Perplexity is compared in percent of dense perplexity, "
@@ -561,7 +561,9 @@ def told(rows: pd.DataFrame, asked: Sequence[str]) -> str:
     names = list(dict.fromkeys(map(str, rows["claim"])))
     for begins in asked:
         if not any(name.startswith(begins) for name in names):
-            close = difflib.get_close_matches(begins, {name.rpartition(".")[0] for name in names}, n=2, cutoff=0.4)
+            heads = dict.fromkeys(name.rpartition(".")[0] for name in names)
+            close = [one for one in heads if set(begins.split(".")) <= set(one.split("."))][:3]
+            close = close or difflib.get_close_matches(begins, heads, n=2, cutoff=0.4)
             hint = f" Did you mean {' or '.join(close)}?" if close else ""
             raise ConfigError(f"{begins}: no claim's name begins so.{hint} `quicksilver claims` prints all of them.")
     lines = []

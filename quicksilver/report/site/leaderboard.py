@@ -15,7 +15,7 @@ from quicksilver.records.record import Record
 from quicksilver.report.site.collection import NamedRecord, varied
 from quicksilver.report.site.views import settings
 from quicksilver.report.sweeps import front
-from quicksilver.report.table import without_folders
+from quicksilver.report.table import speedup_cell, without_folders
 
 FAR = "far-recall"  # the text whose answers depend on distant context
 _OWN = ("far-",)  # texts made for that question: no board of their own
@@ -32,6 +32,11 @@ class Entry(NamedTuple):
     options: str
     on_front: bool
     far: NamedRecord | None
+
+    @property
+    def time(self) -> str:
+        """The prompt's time saved, in percent."""
+        return speedup_cell(self.run.row, "prompt_speedup_pct")[0]
 
 
 class Board(NamedTuple):
@@ -66,7 +71,7 @@ def boards(runs: Iterable[NamedRecord]) -> list[Board]:
             continue
         setting, text = _setting(record), record.data.name
         if text == FAR:
-            far[setting] = run
+            far[setting] = max(far.get(setting, run), run, key=_windows)
         elif not text.startswith(_OWN):
             entry = {
                 "run": run,
@@ -104,6 +109,10 @@ def _counts(record: Record, row: Mapping[str, Any]) -> bool:
         return False
     audit = record.found("audit", AuditResult)
     return row.get(COST) is not None and (row.get(SAVED) or 0.0) > 0 and not (audit is not None and audit.leaks)
+
+
+def _windows(run: NamedRecord) -> int:
+    return 0 if run.record is None else run.record.data.windows
 
 
 def _setting(record: Record) -> str:

@@ -161,6 +161,10 @@ def summary(record: Record) -> str:
         f"  text         {data.windows} windows of {record.protocol.window_tokens} tokens, {quality.tokens} scored, {data.form} text",
         f"  perplexity   {quality.ppl:.4g} per token{per_byte}",
     ]
+    if (confirmed := record.confirmed) is not None and confirmed.agrees and not record.is_kept:
+        lines.append(
+            f"  confirmed    quality is the repository's: {confirmed.windows} of {confirmed.of} windows were scored again here. All here: records=own"
+        )
     if record.dense is not None:
         lines += _against_dense(record)
     results: dict[str, type[Result]] = {

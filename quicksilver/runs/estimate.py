@@ -245,7 +245,12 @@ def estimates(
     said = {id(config): words for config, words in zip(configs, differing, strict=False) if words}
     shapes: dict[str, Architecture] = {}
     rate, context, found = cache(measured_speed), RunContext(), []
-    for config in without_record(with_dense(configs)):
+    asked = {id(config) for config in configs}
+    steps = with_dense(configs)
+    missing = {
+        id(config) for config in without_record([step for step in steps if id(step) not in asked])
+    }  # of dense runs, which are few
+    for config in (step for step in steps if id(step) in asked | missing):
         check_allowed_by_protocol(config)
         model, root = config.model, Path(config.data.root).expanduser() if config.data.root else None
         if (key := f"{model.name} {model.path} {model.dtype}") not in shapes:

@@ -127,8 +127,8 @@ class Show(ResultsFolder):
             store, found = Store(own.parents[2]), {begins: own.parent}
         else:
             self.check_there()
-            found = store.folders()
-            found = {begins: found[begins]} if begins and (begins := store.named(begins)) else found
+            own_runs = {path.name: path for path in store.runs.glob("[!.]*")}
+            found = {begins: store.folder(begins)} if begins and (begins := store.named(begins)) else own_runs or store.folders()
         if not found:
             raise ConfigError(f"results_dir={self.results_dir}: there is no record yet.")
         name = max(found, key=lambda one: found[one].stat().st_mtime if found[one].is_dir() else 0.0)

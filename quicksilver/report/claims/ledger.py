@@ -70,13 +70,13 @@ COLUMNS = [
         "tuned",
         "tuned_record",
     ),
-    *("elsewhere", "why", "artefact", "command", "model", "weights_digest", "data", "token_digest", "gpu"),
+    *("elsewhere", "why", "timed", "artefact", "command", "model", "weights_digest", "data", "token_digest", "gpu"),
     *("record", "dense_record"),
 ]
 _NUMBERS = ("target_low", "target_high", "measured", "measured_low", "measured_high", "noise_floor", "lookahead")
 _OF_RECORDS = (
-    "FLOPs are the paper's formula over all tokens, `paper` in what `quicksilver show` prints. Times are of prompt and continuation; where "
-    "the table says so, they were taken again in several processes on one machine. `show` prints the record's own, with its machine."
+    "FLOPs are the paper's formula over all tokens, `paper` in what `quicksilver show` prints. Times are of prompt and continuation. "
+    "`show` prints the record's own times, with their machine."
 )
 LEGEND = (
     "measured: with its 95% interval, a time with the quartiles of its rounds or the range of its processes; of several protocols each has its row. noise: of the clock; a difference inside it is none. Perplexity is compared in percent of dense perplexity, "
@@ -431,6 +431,8 @@ def _answered(claim: _Claim, answers: Sequence[tuple[Source, AnsweredBy]]) -> tu
             reasons.append(_ZERO if dense else "its record does not have this number")
         elif same not in found:
             where = {"artefact": source.artefact.name, "command": source.command}
+            if claim.what.kind == "time" and (timed := source.processes[answer.panel]):
+                where["timed"] = f"in {len(timed)} processes on {timed[-1].machine.split(',')[0]}, without the record's own"
             found[same] = _judged(claim, answer, outcome, record, measured) | where
     return list(found.values()), reasons
 
@@ -581,7 +583,7 @@ def told(rows: pd.DataFrame, asked: Sequence[str]) -> str:
             value = " ".join(_measurement(row))
             on = f"{value}, protocol={row['protocol']}, {row['model']} on {row['data']}" if row["model"] else value
             said = {"measured": on, "verdict": row["verdict"], "why": row["why"], "selection": row["versus_null"]}
-            said |= {"elsewhere": row["elsewhere"], "repeat": row["command"]}
+            said |= {"timed": row["timed"], "elsewhere": row["elsewhere"], "repeat": row["command"]}
             said["record"] = row["record"] and f"quicksilver show {row['record'][:SHORT]}"
             lines += [f"  {key:<10} {text}" for key, text in said.items() if text and text != "-"]
     if any("  record " in line for line in lines):

@@ -37,7 +37,9 @@ def test_one_run_prints_what_its_record_says(words, capsys):
     assert shown.count(record.label) == 2
     assert shown.count("trace.safetensors (") == 2
     assert console.main(["show", str(folder)]) == 0  # of any results folder
-    assert record.label in capsys.readouterr().out
+    assert record.label in (shown := capsys.readouterr().out)
+    assert f"on {record.environment.cpu}, {record.environment.threads} thread" in shown
+    assert "of all tokens" in shown
     assert console.main(["report", here]) == 0  # no table is written there: the site has the runs
     assert (folder.parents[1] / "report" / "runs" / f"{record.fingerprint}.html").is_file()
     capsys.readouterr()
@@ -45,6 +47,15 @@ def test_one_run_prints_what_its_record_says(words, capsys):
     assert f"runs/{record.fingerprint}.html" in capsys.readouterr().out
     assert console.main(["show", "zz", here]) == 2
     assert "zz: no record below" in capsys.readouterr().err
+
+
+def test_a_plan_names_the_run_that_cannot_be_made_and_plans_the_others(words, capsys):
+    swept = [*words, *CAPACITY[:2], "modules.halting.halted_share=0.5,x", "plan=true"]
+    assert run("-m", *swept) == 2
+    out, err = capsys.readouterr()
+    assert "[2/2] halted_share=x: modules.halting: halted_share='x' is not a number" in err
+    assert "halted_share=0.5 | " in out
+    assert "halted_share=x" not in out
 
 
 def test_a_failing_job_of_a_sweep_leaves_the_others_and_the_exit_code_tells(words, capsys):

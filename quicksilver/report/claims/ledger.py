@@ -75,7 +75,7 @@ COLUMNS = [
 ]
 _NUMBERS = ("target_low", "target_high", "measured", "measured_low", "measured_high", "noise_floor", "lookahead")
 _OF_RECORDS = (
-    "FLOPs are the paper's formula over all tokens, `paper` in what `quicksilver show` prints. Times are of prompt and continuation. "
+    "FLOPs are the paper's formula over all tokens, `paper` in what `quicksilver show` prints. Times are of prompt and continuation, unless a row says otherwise. "
     "`show` prints the record's own times, with their machine."
 )
 LEGEND = (

@@ -27,7 +27,7 @@ from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
 from quicksilver.report.figure import GREY, HATCHES, MARKERS, PALETTE, Figure, legend_below, panels, style, whiskers
 from quicksilver.report.sweeps import FRONT, front
-from quicksilver.report.table import KL_CELL, NO_VALUE, Column, Lines, Panel, Table, number, speedup_cell
+from quicksilver.report.table import KL_CELL, NO_VALUE, Column, Lines, Panel, Table, number, speedup_cell, time_cell
 
 from ..ablation.techniques import options, row_of, steps
 
@@ -187,7 +187,8 @@ def _token(row: Mapping[str, Any]) -> Lines:
     ratio, noise = number(row, "token_ratio"), number(row, "token_noise_pct")
     if ratio is None:
         return (NO_VALUE,)
-    shown = "≈ 0" if noise is not None and abs(ratio - 1) * 100 <= noise else f"{ratio:.2f}"
+    within = noise is not None and abs(ratio - 1) * 100 <= noise
+    shown = time_cell(100 * (1 - ratio), noise)[0] if within else f"{ratio:.2f}"
     return (shown,) if noise is None else (shown, f"noise {noise:.1f}%")
 
 

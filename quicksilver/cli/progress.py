@@ -202,6 +202,12 @@ def _against_dense(record: Record) -> list[str]:
         ledgers = {name: record.flops_saved_pct(f"{phase}{name}") for name in ("executed", "nominal", "paper")}
         lines.append(f"  {title:<12} {', '.join(f'{name} {pct:.1f}%' for name, pct in ledgers.items() if pct is not None)}{of}")
     saved_pct = record.flops_saved_pct("prompt_executed") if prompt else None
+    if record.acts_on_scored:
+        lines.append(
+            "  acts on      prompt and scored tokens: perplexity pays for both. `causal = False` would keep it in the prompt"
+        )
+    elif record.acts_on_scored is not None and record.flops_saved_pct("prompt_paper"):
+        lines.append("  acts on      the prompt only")
     name, entry = next(iter(record.config["modules"].items()), ("", None))
     asked = entry.get("save") if isinstance(entry, Mapping) and len(record.config["modules"]) == 1 else None
     if isinstance(asked, float) and saved_pct is not None and 100 * asked - saved_pct > 2:

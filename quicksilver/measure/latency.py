@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from quicksilver.measure.bench import Bench
 
+LOUD = 10  # percent; a clock with more noise than this does not tell the methods apart
 MIN_REPEATS = 3  # two points have a difference, not a spread
 BUSY = 0.5  # load average beyond what threads of our own explain
 CLOCK_GAP_S = 0.1  # and a thousandth of the time that passed: more than a clock is adjusted by while it runs
@@ -295,7 +296,8 @@ class LatencyResult(Result):
 def _saved(one: Timing, of: str) -> str:
     saved, low, high = (100 * (1 - value) for value in (one.ratio.median, one.ratio.high, one.ratio.low))
     if abs(saved) <= one.noise_floor_pct:
-        return f"≈ 0{of} time saved: {saved:.1f}% is within the noise of the clock ({one.noise_floor_pct:.1f}%)"
+        about = "≈ 0" if one.noise_floor_pct <= LOUD else f"±{one.noise_floor_pct:.0f}%"
+        return f"{about}{of} time saved: {saved:.1f}% is within the noise of the clock ({one.noise_floor_pct:.1f}%)"
     return f"{saved:.1f}%{of} time saved (quartiles {low:.1f} to {high:.1f}; noise {one.noise_floor_pct:.1f}%)"
 
 

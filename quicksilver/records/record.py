@@ -64,6 +64,7 @@ _AMOUNT = re.compile(
 )
 _SHARE = re.compile(r"(^|_)(agreement|share|accuracy|distinct|repeated)$")
 _ROUNDING = 1e-6
+_SEEN_SHARE = 5e-3  # of the paper's count on scored tokens; fewer keys before them take up to a fifth of it away
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +182,16 @@ class Record:
         """Percent of the dense run's operations that are gone; None in a dense record, and of a prompt where the protocol has none."""
         count, dense = self.flops(ledger), None if self.dense is None else getattr(self.dense, f"{ledger}_flops")
         return 100 * (1 - count / dense) if count is not None and dense else None
+
+    @property
+    def acts_on_scored(self) -> bool | None:
+        """Whether layers were left out for scored tokens too, not only for the prompt's; None: dense, or the protocol has no prompt.
+        The paper's ledger tells: the keys that a token sees hardly count in it."""
+        counts = [self.flops("paper"), self.flops("prompt_paper")]
+        if self.dense is None or None in counts:
+            return None
+        done, dense = counts[0] - counts[1], self.dense.paper_flops - (self.dense.prompt_paper_flops or 0)  # type: ignore[operator]
+        return done < (1 - _SEEN_SHARE) * dense
 
     @property
     def is_kept(self) -> bool:

@@ -19,7 +19,7 @@ import pandas as pd
 
 from quicksilver.measure.audit import AuditResult
 from quicksilver.measure.energy import EmissionsResult
-from quicksilver.measure.latency import LatencyResult
+from quicksilver.measure.latency import LOUD, LatencyResult
 from quicksilver.measure.measurement import Quartiles
 from quicksilver.measure.quality import NullResult
 from quicksilver.records.record import Record
@@ -41,7 +41,6 @@ from quicksilver.report.provenance import SHORT
 from quicksilver.report.table import (
     ENDS,
     KL_CELL,
-    LOUD,
     NO_VALUE,
     Cell,
     Column,

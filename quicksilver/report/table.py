@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from quicksilver.files import fingerprint_of, plain_name, write_files
+from quicksilver.measure.latency import LOUD
 from quicksilver.measure.measurement import decoded
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.reading import read_json
@@ -423,7 +424,6 @@ def _latex(table: Written, panel: PrintedPanel) -> str:
 # --- cells: signs, intervals, and what cannot be told from noise ------------------------------------------------------------------
 
 NO_VALUE = "-"
-LOUD = 10  # percent; a clock with more noise than this does not tell the methods apart
 FALSE_DISCOVERIES = 0.05  # among the verdicts of a table
 ENDS = ("", "_low", "_high")  # behind a column's name: the value, and its 95% interval
 

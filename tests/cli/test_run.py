@@ -29,6 +29,7 @@ def test_one_run_prints_what_its_record_says(words, capsys):
     assert "against dense" in out
     assert "its null" in out
     assert "of the prompt" in out
+    assert "acts on      the prompt only" in out
     assert "Traceback" not in err
     assert not Path("outputs").exists()
     here = f"results_dir={folder.parents[1]}"
@@ -47,6 +48,11 @@ def test_one_run_prints_what_its_record_says(words, capsys):
     assert f"runs/{record.fingerprint}.html" in capsys.readouterr().out
     assert console.main(["show", "zz", here]) == 2
     assert "zz: no record below" in capsys.readouterr().err
+
+
+def test_a_method_that_leaves_out_layers_for_scored_tokens_is_said_to(words, capsys):
+    assert run(*words, "modules=[static_exit]", "protocol=continuation", "measure=sweep") == 0
+    assert "acts on      prompt and scored tokens" in capsys.readouterr().out
 
 
 def test_a_plan_names_the_run_that_cannot_be_made_and_plans_the_others(words, capsys):

@@ -7,6 +7,7 @@ import shutil
 import fakes
 import pytest
 
+from quicksilver.cli.progress import summary
 from quicksilver.records import archive
 from quicksilver.records.keeping import commit_records
 from quicksilver.records.record import CHECKSUM, checksum, load_record
@@ -67,6 +68,7 @@ def test_a_batch_is_scored_again_and_times_are_measured(clone) -> None:
     assert (found.confirmed.windows, found.confirmed.of, found.confirmed.agrees) == (4, 10, True)
     assert found.confirmed.largest_difference_nats < 1e-5
     assert found.quality == kept.quality
+    assert "confirmed    quality is the repository's: 4 of 10 windows were scored again" in summary(found)
     assert found.windows.equals(kept.windows)
     assert found.content["latency_ms"]["samples"] != kept.content["latency_ms"]["samples"]
     assert "nats a token from the repository's record" in confirmation([found])

@@ -65,12 +65,16 @@ def test_a_study_goes_on_where_it_was_killed_and_keeps_its_front(words, tmp_path
 def test_a_value_that_composes_to_a_run_that_is_there_counts_as_no_trial(words, tmp_path, capsys, monkeypatch):
     made, real = [], harness_run._run
     monkeypatch.setattr(harness_run, "_run", lambda step, *rest: made.append(step.fingerprint) or real(step, *rest))
-    choice = [*(word for word in DRAWN if "interval" not in word), "modules.static_depth.depth=0.2,0.5,0.50"]
+    choice = [*(word for word in DRAWN if "interval" not in word), "modules.static_depth.depth=0.2,0.5,0.50,0.51"]
     for _ in range(2):  # the second start finds its trials again
         assert run(*words, *choice, "name=few", "hydra.sweeper.trials=5") == 0
-        assert "50 draws in a row gave runs that are there: 2 of 5 are made" in capsys.readouterr().err
-    assert [state.state for state in Sweep.load(tmp_path / "results", "few").states()] == ["done"] * 2
-    assert len(made) == len(set(made)) == 3  # with the dense one
+        out, err = capsys.readouterr()
+        assert "50 draws in a row gave runs that are there: 3 of 5 are made" in err
+        assert out.count("(equal: [") == 1  # depths 0.5 and 0.51 are one layer
+    assert [state.state for state in Sweep.load(tmp_path / "results", "few").states()] == ["done"] * 3
+    assert len(made) == len(set(made)) == 4  # with the dense one
+    assert console.main(["show", "few", f"results_dir={tmp_path / 'results'}"]) == 2
+    assert "few is a sweep: quicksilver list sweep few" in capsys.readouterr().err
 
 
 def test_a_plan_says_what_is_drawn_and_makes_nothing(words, tmp_path, capsys):

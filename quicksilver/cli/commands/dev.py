@@ -42,18 +42,20 @@ class Keep(ResultsFolder):
         """Copy the records."""
         from quicksilver.files import write_files
         from quicksilver.records.keeping import ADDED, commit_records
+        from quicksilver.records.record import load_record
         from quicksilver.records.store import KEPT, Store, read_object
         from quicksilver.report.artefacts import artefacts
         from quicksilver.report.reproduction import LOCAL_SUFFIX
         from quicksilver.report.table import read
         from quicksilver.runs.jobs import INDEX, RecordIndex
 
-        root = Path(self.results_dir)
+        root, store = Path(self.results_dir), Store(self.results_dir)
         written = {path.stem: path for kind in ("tables", "figures") for path in sorted(root.glob(f"{kind}/*.json"))}
         written |= {path.stem: path for path in sorted(root.glob("claims*.json"))}
         if self.add:
             written = {name: path for name, path in written.items() if not name.endswith(LOCAL_SUFFIX)}
-        added = sorted({*read_object(root / KEPT / ADDED).get("records", ()), *map(Store(root).named, self.add or ())})
+        new = [*map(store.named, self.add or ())]
+        added = sorted({*read_object(root / KEPT / ADDED).get("records", ()), *new})
         if not written and not added:
             raise ConfigError(f"results_dir={root}: there is no table or figure in it whose records could be kept.")
         reads = {one.name: one.reads for one in artefacts()}
@@ -65,7 +67,7 @@ class Keep(ResultsFolder):
             for fingerprint in read(path).records:
                 wanted.setdefault(fingerprint, set()).update(reads.get(name.removesuffix(LOCAL_SUFFIX).split("-")[0], ()))
         pictures = {name: read(written[name]).pictures for name in mine}
-        kept = commit_records(Store(root), wanted)
+        kept = commit_records(store, wanted)
         index = json.dumps(RecordIndex(root).index(), indent=1) + "\n"
         more = {ADDED: (json.dumps({"records": added}, indent=1) + "\n").encode()} if added else {}
         write_files((root / INDEX).parent, {(root / INDEX).name: index.encode(), **more})
@@ -77,7 +79,9 @@ class Keep(ResultsFolder):
         size = sum(path.stat().st_size for path in (root / KEPT).rglob("*") if path.is_file())
         if too_large := set(wanted) - {folder.name for folder in kept}:
             print(f"{len(too_large)} records are too large to be kept.")
-        then = f"commit {root / KEPT} in a clone of the repository" if self.add else "quicksilver reproduce all"
+        then = f"commit {root / KEPT} with your method's file and yaml, in a clone" if self.add else "quicksilver reproduce all"
+        for fingerprint in new:
+            print(f"added {fingerprint}: {load_record(store.folders()[fingerprint]).label}")
         print(f"{len(kept)} records in {kept[0].parent}, {size / 1e6:.1f} MB. Now: {then}")
         return 0
 

@@ -121,8 +121,11 @@ class Show(ResultsFolder):
         from quicksilver.cli.progress import summary
         from quicksilver.records.record import RECORD, load_record
         from quicksilver.records.store import Store
+        from quicksilver.runs.sweep import names
 
         store, begins = Store(self.results_dir), Path(self.names[0]).name if self.names else ""
+        if begins in names(self.results_dir):
+            raise ConfigError(f"{begins} is a sweep: quicksilver list sweep {begins} shows it, with the record of each run.")
         if begins and (own := Path(self.names[0]) / RECORD).is_file():
             store, found = Store(own.parents[2]), {begins: own.parent}
         else:

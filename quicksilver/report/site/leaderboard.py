@@ -40,11 +40,14 @@ class Entry(NamedTuple):
 
 
 class Board(NamedTuple):
-    """The records of one model and text, the least KL first, and what its chart shows of them."""
+    """The records of one model and text, the least KL first, and what its chart shows of them. beaten: how many settings are left out, since another
+    of the same method beats them; beaten_timed: so many of these were timed."""
 
     model: str
     text: str
     entries: list[Entry]
+    beaten: int
+    beaten_timed: int
 
     @property
     def chart(self) -> dict[str, Any]:
@@ -86,6 +89,7 @@ def boards(runs: Iterable[NamedRecord]) -> list[Board]:
         timed = sorted(members, key=lambda one: ("prompt_speedup_pct" in one["run"].row, one["run"].record.data.windows))
         frame = pd.DataFrame({one["setting"]: one for one in timed}.values())
         own = pd.concat([front(mine["saved"], mine["cost"]) for _, mine in frame.groupby("method")]).sort_index()
+        beaten = [one.row for one in frame[~own]["run"]]
         frame = frame[own].sort_values(["cost", "saved"], ascending=[True, False], kind="stable")
         frame["front"] = front(frame["saved"], frame["cost"])
         keys = {method: _most_varied(list(mine["options"])) for method, mine in frame.groupby("method")}
@@ -95,7 +99,7 @@ def boards(runs: Iterable[NamedRecord]) -> list[Board]:
             said = ", ".join(f"{key}={value}" for key, value in own_options if value is not None)
             said = str(without_folders(textwrap.shorten(said, _MOST_CHARACTERS, placeholder=" …")))
             entries.append(Entry(one["run"], one["method"], said, bool(one["front"]), far.get(one["setting"])))
-        found.append(Board(model, text, entries))
+        found.append(Board(model, text, entries, len(beaten), sum("prompt_speedup_pct" in row for row in beaten)))
     return sorted(found, key=lambda board: (-len(board.entries), board.model, board.text))
 
 

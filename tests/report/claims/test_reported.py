@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from quicksilver.report.claims.ledger import standing
+from quicksilver.report.claims.ledger import standing, told
 from quicksilver.report.claims.reported import Reported, check_of, contradictions, quantities, quantity, reported
 from quicksilver.report.table import read
 from quicksilver.runs.choices import config_dir
@@ -180,6 +180,13 @@ def test_the_committed_ledger_has_what_is_computed():
         if row.check:
             assert row.finding().text in written[f"conflict.{name}"]["why"], name
     assert ROWS["superadditive"].finding().text.endswith("δ = -19.3 points")
+
+
+def test_a_committed_time_names_its_processes_and_their_machine():
+    rows = pd.DataFrame(read(ROOT / "results" / "claims.json").entries)
+    assert re.search(
+        r"^  timed      in \d processes on .*, without the record's own$", told(rows, ["table11.isolated.halting"]), re.M
+    )
 
 
 def changed(entry: str, quote: str | None = None, **values: float) -> Reported:

@@ -330,6 +330,8 @@ def test_a_board_has_of_each_method_what_no_other_setting_beats_with_its_far_con
     assert (board.model, board.text) == ("m", "docs")
     rows = [(cheap, "b", "save=10", True, None), (best, "a", "", True, far), (other, "b", "save=20", False, None)]
     assert board.entries == rows
+    assert (board.beaten, board.beaten_timed) == (1, 0)
+    assert board.entries[1].time == "+1.0"
     said = {"method": ["b save=10", "a", "b save=20"], "saved": [10, 40, 20], "kl": [1, 10, 30], "front": [True, True, False]}
     assert board.chart == said
 
@@ -340,6 +342,7 @@ def test_an_added_record_is_on_the_leaderboard_of_whoever_has_the_repository(cop
     (copy / "claims.json").unlink()
     added = records["share"]
     assert console.main(["dev", "keep", f"add=[{added.fingerprint}]", f"results_dir={copy}"]) == 0
+    assert f"added {added.fingerprint}: {added.label}" in capsys.readouterr().out
     assert console.main(["dev", "keep", f"results_dir={copy}"]) == 0  # it stays
     assert json.loads((copy / "records" / "added.json").read_text()) == {"records": [added.fingerprint]}
     shutil.rmtree(copy / "runs")

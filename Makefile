@@ -12,6 +12,7 @@ FIGURE ?=
 MODEL ?=
 DATASET ?=
 ARGS ?=
+$(foreach word,table figure model dataset args,$(if $(filter command,$(origin $(word))),$(error $(word)=$($(word)): make takes these in capitals, TABLE=5 MODEL=reference-llama)))
 SELECTED = $(if $(MODEL),model=$(MODEL)) $(if $(DATASET),dataset=$(DATASET)) $(ARGS)
 
 .PHONY: help demo reproduce reproduce-table reproduce-figure claims report readme test test-processors test-all notebooks lint format hooks docs train-reference calibrate fit schedule budget benchmark benchmark-gpu dist environment clean

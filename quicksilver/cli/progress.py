@@ -118,9 +118,11 @@ def watched(steps: Sequence[Planned]) -> Iterator[Callable[[Progress], None]]:
         there, reused = len(steps) - len(missing), sum(step.reuses_quality for step in missing)
         runs = f"{len(steps)} run{'s' * (len(steps) != 1)}"
         checks = (
-            f" {reused} of these reuse committed quality after checking some windows; times are measured here." if reused else ""
+            f" {reused} of these take the repository's quality after checking some windows; only times are measured anew."
+            if reused
+            else ""
         )
-        print(f"This needs {runs}: {there} have a record, {len(missing)} must be made.{checks}", file=sys.stderr, flush=True)
+        print(f"This needs {runs}: {there} were made before, {len(missing)} must be made.{checks}", file=sys.stderr, flush=True)
     announced: set[int] = set()
     started = time.monotonic()
     with progress_bar() as bar:
@@ -194,7 +196,7 @@ def _against_dense(record: Record) -> list[str]:
 
     lines = [_difference("against dense", "", record)]
     if record.found("null", NullResult) is not None:
-        lines.append(_difference("its null", "null_", record))
+        lines += [_difference("its null", "null_", record), _difference("to its null", "", record, "null_nll_nats")]
     prompt = record.protocol.name == "continuation"
     for title, phase, of in (
         (("FLOPs saved", "prompt_", " of the prompt"), ("", "", " of all tokens")) if prompt else (("FLOPs saved", "", ""),)
@@ -221,15 +223,17 @@ def _against_dense(record: Record) -> list[str]:
     return lines
 
 
-def _difference(name: str, column: str, record: Record) -> str:
-    """Perplexity against dense, and how far the distributions lie apart; column: what its columns begin with."""
+def _difference(name: str, column: str, record: Record, base: str = "dense_nll_nats") -> str:
+    """Perplexity against dense or another `base`, and how far the distributions lie apart; column: what its columns begin with."""
     from quicksilver.records.stats import MIN_WINDOWS, paired_perplexity
 
     frame = record.windows
     tokens, kl = frame["tokens"], f"{column}kl_nats"
-    far = f", KL {(frame[kl] * tokens).sum() / tokens.sum():.3g} nats a token" if kl in frame else ""
+    far = f", KL {(frame[kl] * tokens).sum() / tokens.sum():.3g} nats a token" if kl in frame and base.startswith("dense") else ""
     if len(frame) < MIN_WINDOWS:
         return f"  {name:<12} no interval from {len(frame)} windows (at least {MIN_WINDOWS}: dataset.windows){far}"
-    paired = paired_perplexity(frame[f"{column}nll_nats"], tokens, frame["dense_nll_nats"])
+    paired = paired_perplexity(frame[f"{column}nll_nats"], tokens, frame[base])
     low, high = paired.relative_pct_low, paired.relative_pct_high
+    if not base.startswith("dense"):
+        far = ": better" if high < 0 else ": worse" if low > 0 else ": no difference beyond chance"
     return f"  {name:<12} {paired.relative_pct:+.2f}% perplexity [{low:+.2f}, {high:+.2f}]{far}"

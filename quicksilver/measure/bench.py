@@ -127,7 +127,9 @@ class Bench:
         with torch.no_grad(), ExitStack() as stack:
             found = {"dense": Side(shared_weight_copy(self.model), self.batch, self.protocol)}
             if self.modules:
-                found["run"] = Side(self.model, self.batch, self.protocol, stack.enter_context(self.apply()))
+                run = stack.enter_context(self.apply())
+                run.count_decisions(False)
+                found["run"] = Side(self.model, self.batch, self.protocol, run)
             yield found
 
     def batches_done(self, done: int, of: int) -> None:

@@ -108,9 +108,9 @@ def check_allowed(modules: Sequence[RuntimeModule], protocol: Protocol, names: S
     if looking:
         subject = f"{' and '.join(looking)} {'looks' if len(looking) == 1 else 'look'} ahead"
         raise ConfigError(
-            f"{subject}: a decision about a token reads tokens after it, and protocol.name=all scores those. Two ways out: "
-            "protocol=continuation, where only the prompt is decided with foresight and the tokens after it are scored; or "
-            "lookahead=true on the module, the paper's variant, which marks every number that comes of it."
+            f"{subject}: causal=False means that a decision may read tokens after its own, and protocol.name=all scores those. Ways out: "
+            "protocol=continuation, which scores what follows a prompt; causal=true on a module of yours that reads earlier tokens only; or "
+            "lookahead=true, the paper's variant, which marks every number that comes of it."
         )
 
 

@@ -114,7 +114,9 @@ class Store:
         """
         found = [name for name in self.folders() if name.startswith(begins)]
         if not found:
-            raise ConfigError(f"{begins}: no record below {self.root} begins so. `quicksilver show` shows the newest of them.")
+            raise ConfigError(
+                f"{begins}: no record below {self.root.resolve()} begins so. `quicksilver show` shows the newest; results_dir=FOLDER is another place."
+            )
         if len(found) > 1:
             raise ConfigError(f"{begins} begins {len(found)} fingerprints, such as {', '.join(found[:3])}: write more.")
         return found[0]

@@ -89,7 +89,9 @@ def no_such_choice(group: str, name: str | None, extra_dirs: Sequence[Path] = ()
         return f"{group}={'null' if name is None else name} names nothing. Choices: {', '.join(known)}."
     here = Path(group) / f"{name}.yaml"
     own = f" {here} is read with --config-dir ." if here.is_file() else " One of your own needs --config-dir FOLDER."
-    own = "" if extra_dirs else own
+    if extra_dirs:
+        bare = [str(folder) for folder in extra_dirs if not (folder / group).is_dir()]
+        own = f" --config-dir {bare[0]} has no folder {group}/." if bare else ""
     return f"{group}={name}: there is no such {group.removesuffix('s')}. {suggest(name, known, 'Choices')}{own}"
 
 

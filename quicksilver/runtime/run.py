@@ -135,6 +135,10 @@ class Run:
         self._pass_lock, self._thread = threading.Lock(), 0  # held from a pass's beginning to its end, by this thread
         self.reset()
 
+    def count_decisions(self, counts: bool) -> None:
+        """Whether the ledger counts what modules from outside of this package compute when they decide; not while a clock runs."""
+        self._deciding.counts = counts
+
     def reset(self, pass_index: int = 0) -> None:
         """Forget traces and ledgers: between measurements, or between batches of one run. The next pass counts as number `pass_index`."""
         self._first_pass = pass_index

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.cache_utils import Cache
 
 from quicksilver.runtime.cache import CacheLayer, Entries
@@ -33,7 +34,7 @@ class LayerView:
         n_tokens: (B, 1) long, real tokens of each row in this pass.
         pass_ids: (B, N) long, the ids of the whole pass, -1 for padding; None as `input_ids`.
         tokens_per_row: what `n_tokens` says of every row, where no row is padded; else None.
-        add_signal_flops: counts what a signal took.
+        add_signal_flops: counts what a signal took; matrix products of a module of yours are counted without it.
         head, received, own_keys, own_attention_output, all_heads: what the methods read.
     """
 
@@ -179,7 +180,12 @@ class Deciding:
         machine, visibility: of the run.
         logits: the logit lens, (K, D) -> (K, V), not counted as the model's output head.
         merging, evicting: who is asked about the cache.
+
+    Attributes:
+        counts: count what decisions of foreign modules compute; False while a clock runs, which it would slow.
     """
+
+    counts = True
 
     def __init__(
         self,
@@ -219,7 +225,7 @@ class Deciding:
         before = (state.halt_layer, len(state.fusions))
         for policy in policies:
             shown, fusions = _written(view), len(state.fusions)
-            policy.decide(view, tokens)
+            self._ask(policy, view, tokens, forward)
             if _written(view) != shown and len(state.fusions) == fusions:  # what is fused, `fuse` puts into the view
                 name = type(policy).__name__
                 raise ConfigError(
@@ -233,6 +239,20 @@ class Deciding:
             bits = torch.where(said > 0, said, 16)
             view.after = self.machine.precision.quantize_dequantize_states(view.after, bits)
         return result.output if view.after is after else _put(packing, result.output, after, view.after)
+
+    def _ask(self, policy: TokenPolicy, view: LayerView, tokens: TokenState, forward: Forward) -> None:
+        """One decision. Matrix products of a module from outside of this package are counted, so far as it did not count them itself."""
+        if not self.counts or type(policy).__module__.startswith("quicksilver."):
+            policy.decide(view, tokens)
+            return
+        counter, counted = FlopCounterMode(display=False), forward.work.signal_flops_of_rank
+        with counter:
+            answer: object = policy.decide(view, tokens)
+        if answer is not None:
+            raise ConfigError(
+                f"{type(policy).__name__}.decide returned something, which decides nothing: call tokens.halt(mask)."
+            )
+        self._count(forward, max(0, counter.get_total_flops() - (forward.work.signal_flops_of_rank - counted)))
 
     def _view(
         self,

@@ -1,5 +1,6 @@
 """`quicksilver run`: one run, a sweep, a mechanism of one's own, and what is said of mistakes."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ def test_one_run_prints_what_its_record_says(words, capsys):
     assert f"executed {100 * (1 - record.quality.prompt_executed_flops / record.dense.prompt_executed_flops):.1f}%" in out
     assert "against dense" in out
     assert "its null" in out
+    assert re.search(r"^  to its null  .*\]: (better|worse|no difference beyond chance)$", out, re.M)
     assert "of the prompt" in out
     assert "acts on      the prompt only" in out
     assert "Traceback" not in err
@@ -140,4 +142,4 @@ def test_the_first_line_says_which_runs_reuse_committed_quality(capsys):
     steps: list = [SimpleNamespace(done=False, reuses_quality=reuses) for reuses in (True, True, False)]
     with progress.watched(steps):
         pass
-    assert "3 must be made. 2 of these reuse committed quality after checking some windows" in capsys.readouterr().err
+    assert "3 must be made. 2 of these take the repository's quality after checking some windows" in capsys.readouterr().err

@@ -40,7 +40,7 @@ class $Class(TokenPolicy):
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
         update = (view.after - view.before).norm(dim=-1)  # (B, M)
-        tokens.halt(tokens.active & (update < self.share * view.after.norm(dim=-1)), missing_kv="project")
+        tokens.halt(tokens.active & (update < self.share * view.after.norm(dim=-1)), missing_kv="drop")
 '''
 MODULE_YAML = """# @package modules.$name
 # Halt tokens whose last update was small beside their state.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from quicksilver.cli.arguments import Command, MakesRuns, key
 from quicksilver.cli.progress import counted, explain, show_fault, watched, width
 from quicksilver.models.hub import nothing_fetched
 from quicksilver.records.record import TRACE
-from quicksilver.records.store import Store
+from quicksilver.records.store import KEPT, Store
 from quicksilver.report.artefacts import Artefact, Outcome, artefacts, find
 from quicksilver.report.provenance import has_time
 from quicksilver.report.reproduction import (
@@ -128,6 +129,8 @@ class Reproduce(MakesRuns):
     def _wanted(self) -> Artefact | None:
         """The table or figure that is asked for; None: all."""
         what, *number = self.names or [""]
+        if (joined := re.fullmatch(r"(table|figure)[ _]?(\w+)", what)) and not number:
+            what, number = joined[1], [joined[2]]
         if what not in (*KINDS, "all"):
             raise ConfigError(f"{f'{what}: ' if what else ''}say what to reproduce: table 11, figure 8, or all.")
         if what == "all":
@@ -150,7 +153,8 @@ def _source(records: str, jobs: Sequence[Job]) -> str:
     made = {job.record.fingerprint: job.record for job in jobs if job.record is not None}.values()
     reused = [one.confirmed.windows for one in made if one.confirmed is not None and one.confirmed.agrees]
     if not reused:
-        return f"records={records}: every row was measured on this machine"
+        confirmed = sum(one.confirmed is not None for one in made)
+        return f"records={records}: {len(made) - confirmed if confirmed else 'all'} of {len(made)} runs were measured on this machine"
     those = f"quality of {len(reused)} of {len(made)} runs from committed records, of which {max(reused)} windows were checked"
     return f"records={records}: times of this machine; {those}"
 
@@ -241,6 +245,10 @@ class Claims(Command):
 
         base = base_config(self.overrides)
         store = store_of(base)
+        if self.names and not (store.root / KEPT).is_dir() and not store.runs.is_dir():
+            raise ConfigError(
+                f"{store.root.resolve()} has no record that could answer: type this in the clone, or give results_dir=/clone/results."
+            )
         index = RecordIndex(base.results_dir, base.records)
         with nothing_fetched():
             found, troubles = recorded_of_all(base, self.overrides, index, wanted=answers_claims)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -76,7 +77,7 @@ COLUMNS = [
 _NUMBERS = ("target_low", "target_high", "measured", "measured_low", "measured_high", "noise_floor", "lookahead")
 _OF_RECORDS = (
     "FLOPs are the paper's formula over all tokens, `paper` in what `quicksilver show` prints. Times are of prompt and continuation, unless a row says otherwise. "
-    "`show` prints the record's own times, with their machine."
+    "`show` prints the record's own times, with their machine. `quicksilver claims … records=checked` judges what was measured here."
 )
 LEGEND = (
     "measured: with its 95% interval, a time with the quartiles of its rounds or the range of its processes; of several protocols each has its row. noise: of the clock; a difference inside it is none. Perplexity is compared in percent of dense perplexity, "
@@ -432,7 +433,11 @@ def _answered(claim: _Claim, answers: Sequence[tuple[Source, AnsweredBy]]) -> tu
         elif same not in found:
             where = {"artefact": source.artefact.name, "command": source.command}
             if claim.what.kind == "time" and (timed := source.processes[answer.panel]):
-                where["timed"] = f"in {len(timed)} processes on {timed[-1].machine.split(',')[0]}, without the record's own"
+                where["timed"] = (
+                    f"in {len(timed)} processes on {timed[-1].machine.split(',')[0]}; the record below has the time of another one"
+                )
+            elif claim.what.kind == "time":
+                where["timed"] = f"in one process on {record.environment.gpu or record.environment.cpu}"
             found[same] = _judged(claim, answer, outcome, record, measured) | where
     return list(found.values()), reasons
 
@@ -561,6 +566,7 @@ def told(rows: pd.DataFrame, asked: Sequence[str]) -> str:
         ConfigError: no claim's name begins so.
     """
     names = list(dict.fromkeys(map(str, rows["claim"])))
+    asked = re.sub(r"\b(table|figure|section) +(?=\d)", r"\1", " ".join(asked).lower()).split()
     for begins in asked:
         if not any(name.startswith(begins) for name in names):
             heads = dict.fromkeys(name.rpartition(".")[0] for name in names)
@@ -584,6 +590,8 @@ def told(rows: pd.DataFrame, asked: Sequence[str]) -> str:
             on = f"{value}, protocol={row['protocol']}, {row['model']} on {row['data']}" if row["model"] else value
             said = {"measured": on, "verdict": row["verdict"], "why": row["why"], "selection": row["versus_null"]}
             said |= {"timed": row["timed"], "elsewhere": row["elsewhere"], "repeat": row["command"]}
+            if " processes " in row["timed"]:
+                said["its time"] = row["command"].replace("quicksilver reproduce", "quicksilver time", 1)
             said["record"] = row["record"] and f"quicksilver show {row['record'][:SHORT]}"
             lines += [f"  {key:<10} {text}" for key, text in said.items() if text and text != "-"]
     if any("  record " in line for line in lines):

@@ -205,9 +205,12 @@ def _against_dense(record: Record) -> list[str]:
         lines.append(f"  {title:<12} {', '.join(f'{name} {pct:.1f}%' for name, pct in ledgers.items() if pct is not None)}{of}")
     saved_pct = record.flops_saved_pct("prompt_executed") if prompt else None
     if record.acts_on_scored:
-        lines.append(
-            "  acts on      prompt and scored tokens: perplexity pays for both. `causal = False` would keep it in the prompt"
+        kept = {"causal": "false", "protect_last": "1"}  # of a method of the user's, and of the paper's halting
+        keys = (
+            f"modules.{name}.{key}={kept[key]}" for name, one in record.config["modules"].items() for key in kept if key in one
         )
+        remedy = f" {key} keeps it in the prompt" if (key := next(keys, "")) else ""
+        lines.append(f"  acts on      prompt and scored tokens: perplexity pays for both.{remedy}")
     elif record.acts_on_scored is not None and record.flops_saved_pct("prompt_paper"):
         lines.append("  acts on      the prompt only")
     name, entry = next(iter(record.config["modules"].items()), ("", None))

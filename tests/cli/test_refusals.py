@@ -22,6 +22,8 @@ COMMANDS = [
         ["hydra/launcher=slurm", "Choices: basic, joblib", "submitit_slurm"],
     ),
     ("run modules=[mine]", ["there is no such module", "--config-dir FOLDER"]),
+    ("run --config-dir conf/protocol modules=[mine]", ["there is no such module", "conf/protocol has no folder modules/"]),
+    ("reproduce table99", ["There is no table 99"]),
     ("run modules=[halting,halting]", ["names halting twice"]),
     ("fit layers=[99]", ["layers=[99]", "from 0 to"]),
     ("dev fly", ["fly", "keep"]),

@@ -115,7 +115,7 @@ def _found(frame: pd.DataFrame) -> Iterator[str]:
         yield (
             f"{FOUND}tuned on calibration text, the paper's halting {saved('tuned.halting')} of a prompt's FLOPs for "
             f"{cost('tuned.halting')} perplexity. At its default it {saved('isolated.halting')} for {cost('isolated.halting')}."
-            + (f" Kept out of the scored tokens, it {saved(prompt)} for {cost(prompt)}." if prompt in rows else "")
+            + (f" Kept out of the scored tokens, another setting {saved(prompt)} for {cost(prompt)}." if prompt in rows else "")
         )
     if {"40", "truncated"} <= rows.keys():
         ours, cut = rows["40"], rows["truncated"]

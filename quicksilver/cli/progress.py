@@ -196,7 +196,7 @@ def _against_dense(record: Record) -> list[str]:
 
     lines = [_difference("against dense", "", record)]
     if record.found("null", NullResult) is not None:
-        lines += [_difference("its null", "null_", record), _difference("to its null", "", record, "null_nll_nats")]
+        lines += [_difference("its null", "null_", record), *_versus_null(record)]
     prompt = record.protocol.name == "continuation"
     for title, phase, of in (
         (("FLOPs saved", "prompt_", " of the prompt"), ("", "", " of all tokens")) if prompt else (("FLOPs saved", "", ""),)
@@ -226,17 +226,26 @@ def _against_dense(record: Record) -> list[str]:
     return lines
 
 
-def _difference(name: str, column: str, record: Record, base: str = "dense_nll_nats") -> str:
-    """Perplexity against dense or another `base`, and how far the distributions lie apart; column: what its columns begin with."""
+def _difference(name: str, column: str, record: Record) -> str:
+    """Perplexity against dense, and how far the distributions lie apart; column: what its columns begin with."""
     from quicksilver.records.stats import MIN_WINDOWS, paired_perplexity
 
     frame = record.windows
     tokens, kl = frame["tokens"], f"{column}kl_nats"
-    far = f", KL {(frame[kl] * tokens).sum() / tokens.sum():.3g} nats a token" if kl in frame and base.startswith("dense") else ""
+    far = f", KL {(frame[kl] * tokens).sum() / tokens.sum():.3g} nats a token" if kl in frame else ""
     if len(frame) < MIN_WINDOWS:
         return f"  {name:<12} no interval from {len(frame)} windows (at least {MIN_WINDOWS}: dataset.windows){far}"
-    paired = paired_perplexity(frame[f"{column}nll_nats"], tokens, frame[base])
+    paired = paired_perplexity(frame[f"{column}nll_nats"], tokens, frame["dense_nll_nats"])
     low, high = paired.relative_pct_low, paired.relative_pct_high
-    if not base.startswith("dense"):
-        far = ": better" if high < 0 else ": worse" if low > 0 else ": no difference beyond chance"
     return f"  {name:<12} {paired.relative_pct:+.2f}% perplexity [{low:+.2f}, {high:+.2f}]{far}"
+
+
+def _versus_null(record: Record) -> Iterator[str]:
+    """Whether the choice of tokens was better than chance, by perplexity; nothing where there are too few windows."""
+    from quicksilver.records.stats import MIN_WINDOWS, paired_records
+
+    if len(record.windows) >= MIN_WINDOWS:
+        paired = paired_records(record, record, baseline_column="null_nll_nats")
+        low, high = paired.relative_pct_low, paired.relative_pct_high
+        said = "better" if high < 0 else "worse" if low > 0 else "no difference beyond chance"
+        yield f"  to its null  {paired.relative_pct:+.2f}% perplexity [{low:+.2f}, {high:+.2f}]: {said}"

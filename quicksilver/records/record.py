@@ -64,7 +64,9 @@ _AMOUNT = re.compile(
 )
 _SHARE = re.compile(r"(^|_)(agreement|share|accuracy|distinct|repeated)$")
 _ROUNDING = 1e-6
-_SEEN_SHARE = 5e-3  # of the paper's count on scored tokens; fewer keys before them take up to a fifth of it away
+_SEEN_SHARE = (
+    5e-3  # of the paper's count on scored tokens: keys that left the prompt take off less, layers left out take off more
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,11 +189,10 @@ class Record:
     def acts_on_scored(self) -> bool | None:
         """Whether layers were left out for scored tokens too, not only for the prompt's; None: dense, or the protocol has no prompt.
         The paper's ledger tells: the keys that a token sees hardly count in it."""
-        counts = [self.flops("paper"), self.flops("prompt_paper")]
-        if self.dense is None or None in counts:
+        whole, prompt, dense = self.flops("paper"), self.flops("prompt_paper"), self.dense
+        if dense is None or whole is None or prompt is None:
             return None
-        done, dense = counts[0] - counts[1], self.dense.paper_flops - (self.dense.prompt_paper_flops or 0)  # type: ignore[operator]
-        return done < (1 - _SEEN_SHARE) * dense
+        return whole - prompt < (1 - _SEEN_SHARE) * (dense.paper_flops - (dense.prompt_paper_flops or 0))
 
     @property
     def is_kept(self) -> bool:

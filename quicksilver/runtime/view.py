@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from transformers.cache_utils import Cache
 from quicksilver.runtime.cache import CacheLayer, Entries
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.forward import Forward
-from quicksilver.runtime.module import EvictionPolicy, MergePolicy, TokenPolicy
+from quicksilver.runtime.module import EvictionPolicy, MergePolicy, RuntimeModule, TokenPolicy
 from quicksilver.runtime.pass_state import CacheMerge, Eviction, TokenState
 from quicksilver.runtime.phases import phase
 from quicksilver.runtime.plan import Attended, LayerCall, LayerResult, Machine, Packing, or_all
@@ -225,7 +226,11 @@ class Deciding:
         before = (state.halt_layer, len(state.fusions))
         for policy in policies:
             shown, fusions = _written(view), len(state.fusions)
-            self._ask(policy, view, tokens, forward)
+            with self._counted(policy, forward):
+                answer: object = policy.decide(view, tokens)
+            if answer is not None:
+                name = type(policy).__name__
+                raise ConfigError(f"{name}.decide returned something, which decides nothing: call tokens.halt(mask).")
             if _written(view) != shown and len(state.fusions) == fusions:  # what is fused, `fuse` puts into the view
                 name = type(policy).__name__
                 raise ConfigError(
@@ -240,18 +245,15 @@ class Deciding:
             view.after = self.machine.precision.quantize_dequantize_states(view.after, bits)
         return result.output if view.after is after else _put(packing, result.output, after, view.after)
 
-    def _ask(self, policy: TokenPolicy, view: LayerView, tokens: TokenState, forward: Forward) -> None:
-        """One decision. Matrix products of a module from outside of this package are counted, so far as it did not count them itself."""
-        if not self.counts or type(policy).__module__.startswith("quicksilver."):
-            policy.decide(view, tokens)
+    @contextmanager
+    def _counted(self, module: RuntimeModule, forward: Forward) -> Iterator[None]:
+        """Within, matrix products of a module from outside of this package are counted, so far as it does not count them itself."""
+        if not self.counts or type(module).__module__.startswith("quicksilver."):
+            yield
             return
         counter, counted = FlopCounterMode(display=False), forward.work.signal_flops_of_rank
         with counter:
-            answer: object = policy.decide(view, tokens)
-        if answer is not None:
-            raise ConfigError(
-                f"{type(policy).__name__}.decide returned something, which decides nothing: call tokens.halt(mask)."
-            )
+            yield
         self._count(forward, max(0, counter.get_total_flops() - (forward.work.signal_flops_of_rank - counted)))
 
     def _view(
@@ -349,7 +351,8 @@ class Deciding:
                     self._evict(evicting, layer, store, forward)
 
     def _merge(self, policy: MergePolicy, layer: int, store: CacheLayer, forward: Forward) -> None:
-        into = policy.merge_cache(self._cache_view(layer, store, forward))
+        with self._counted(policy, forward):
+            into = policy.merge_cache(self._cache_view(layer, store, forward))
         if into is None:
             return
         slots = _facts(store)["slots"]
@@ -359,7 +362,8 @@ class Deciding:
         store.merge(into, None if precision is None else precision.quantize_dequantize_kv)
 
     def _evict(self, policy: EvictionPolicy, layer: int, store: CacheLayer, forward: Forward) -> None:
-        gone = policy.evict(self._cache_view(layer, store, forward))
+        with self._counted(policy, forward):
+            gone = policy.evict(self._cache_view(layer, store, forward))
         if gone is None or not bool((gone := gone & store.is_entry).any()):
             return
         by_slot = gone.new_zeros(forward.batch, store.seen)

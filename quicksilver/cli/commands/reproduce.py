@@ -112,7 +112,7 @@ class Reproduce(MakesRuns):
                 if only is None:
                     print(f"{artefact.kind} {artefact.number}: {made.written[0]} … {made.distance}", flush=True)
                 else:
-                    said = [_source(base.records, jobs)] if jobs else []
+                    said = [_source(base.records, jobs, Store(base.results_dir, base.records))] if jobs else []
                     print(made.product.text(width()), made.distance, *said, sep="\n")
                     print(f"Written: {', '.join(map(str, made.written))}")
             failed = [job for job in jobs if job.error is not None]
@@ -146,15 +146,15 @@ class Reproduce(MakesRuns):
         return artefact
 
 
-def _source(records: str, jobs: Sequence[Job]) -> str:
-    """Where the numbers of a result come from, in one line."""
+def _source(records: str, jobs: Sequence[Job], store: Store) -> str:
+    """Where the numbers of a result come from, those of the dense runs included, in one line."""
     if records == "any":
         return "records=any: records of any machine"
-    made = {job.record.fingerprint: job.record for job in jobs if job.record is not None}.values()
+    rows = [job.record for job in jobs if job.record is not None]
+    made = {one.fingerprint: one for one in (*rows, *map(store.dense_of, rows))}.values()
     reused = [one.confirmed.windows for one in made if one.confirmed is not None and one.confirmed.agrees]
     if not reused:
-        confirmed = sum(one.confirmed is not None for one in made)
-        return f"records={records}: {len(made) - confirmed if confirmed else 'all'} of {len(made)} runs were measured on this machine"
+        return f"records={records}: every row was measured on this machine"
     those = f"quality of {len(reused)} of {len(made)} runs from committed records, of which {max(reused)} windows were checked"
     return f"records={records}: times of this machine; {those}"
 

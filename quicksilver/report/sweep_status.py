@@ -123,7 +123,7 @@ class Board:
             last = textwrap.wrap(line[-1], max(20, (width or 200) - left)) or [""]
             said.append("  ".join((*cells, last[0])).rstrip())
             said += [" " * left + more for more in last[1:]]
-        return "\n".join(said)
+        return "\n".join((*said, *_same(rows)))
 
     def changed(self) -> None:
         """Something did: the page is written anew, now or by a later `catch_up`."""
@@ -204,6 +204,20 @@ def how_far(doing: Mapping[str, Any]) -> str:
 def _about(row: Mapping[str, Any]) -> str:
     """Its record, or why there is none."""
     return str(row["error"] or (row["fingerprint"] if row["state"] == "done" else row["where"]) or "")
+
+
+def _same(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each group of runs that found the same to the last digit: what differs between them changed nothing."""
+    found: dict[tuple[float, ...], list[str]] = {}
+    for row in rows:
+        if "kl_nats" in row:
+            measured = tuple(row.get(key, math.nan) for key in ("ppl", "kl_nats", "executed_flops_saved_pct"))
+            found.setdefault(measured, []).append(str(row["number"]))
+    return [
+        f"Runs {', '.join(runs)} found the same: what differs between them changed nothing."
+        for runs in found.values()
+        if len(runs) > 1
+    ]
 
 
 def _points(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

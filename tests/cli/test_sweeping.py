@@ -77,6 +77,13 @@ def test_values_in_brackets_are_printed_as_they_are(tmp_path):
     assert all(word in Board(there).text() for word in ("[halting]", "[bold]", "stages=[/b] is no list"))
 
 
+def test_runs_with_equal_results_are_named_as_such(world, tmp_path, capsys):
+    unread = ["modules=[static_depth]", "modules.static_depth.depth=0.2,0.21,0.8", "measure=sweep", "dataset.windows=3"]
+    assert sweep(*world, f"results_dir={tmp_path}", "name=unread", *unread) == 0
+    same = [line for line in capsys.readouterr().out.splitlines() if " found the same: " in line]
+    assert same == ["Runs 1, 2 found the same: what differs between them changed nothing."]
+
+
 def test_what_is_tried_again_removes_its_own_failure_alone(sweep_folder):
     there = Sweep.load(sweep_folder.parents[1], "depths")
     there.forget_failures()

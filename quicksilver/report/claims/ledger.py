@@ -400,9 +400,9 @@ def _rows(claim: _Claim, sources: Sequence[Source]) -> list[dict[str, Any]]:
     given = [(source, answer) for source in sources for name, answer in source.answers if claim.is_answered(name, answer)]
     answers = [(source, answer) for source, answer in given if not answer.tuned]
     rows, reasons = _answered(claim, answers)
-    tuned, _ = _answered(claim, [(source, answer) for source, answer in given if answer.tuned])
-    base["tuned"] = "; ".join(f"{row['verdict']}: {_measurement(base | row)[0]}" for row in tuned)
-    base["tuned_record"] = "; ".join(row["record"] for row in tuned)
+    tuned = [(answer.note, row) for source, answer in given if answer.tuned for row in _answered(claim, [(source, answer)])[0]]
+    base["tuned"] = "; ".join(f"{row['verdict']}: {_measurement(base | row)[0]} {note}".rstrip() for note, row in tuned)
+    base["tuned_record"] = "; ".join(row["record"] for _, row in tuned)
     return [base | row for row in rows or [_not_judged(claim, answers, reasons)]]
 
 
@@ -592,6 +592,8 @@ def told(rows: pd.DataFrame, asked: Sequence[str]) -> str:
             said |= {"timed": row["timed"], "elsewhere": row["elsewhere"], "repeat": row["command"]}
             if " processes " in row["timed"]:
                 said["its time"] = row["command"].replace("quicksilver reproduce", "quicksilver time", 1)
+            elif not row["command"] and (shown := re.match(r"(table|figure)(\d+)\.", name)):
+                said["see"] = f"quicksilver reproduce {shown[1]} {shown[2]}"
             said["record"] = row["record"] and f"quicksilver show {row['record'][:SHORT]}"
             lines += [f"  {key:<10} {text}" for key, text in said.items() if text and text != "-"]
     if any("  record " in line for line in lines):
@@ -689,7 +691,7 @@ def _words(column: str, width: int, without: str = "") -> Callable[[Mapping[str,
             head, _, tail = text.rpartition(".")
             return (f"{head}.", tail) if head else (tail,)
         if column == "why":
-            text = "; ".join(filter(None, (text, row["versus_null"])))
+            text = "; ".join(filter(None, (text, row["versus_null"] and f"selection {row['versus_null']}")))
         return tuple(textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)) or ("",)
 
     return cell

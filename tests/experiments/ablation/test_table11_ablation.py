@@ -76,7 +76,8 @@ def test_the_compared_signals_differ_in_nothing_else():
 def test_the_best_chance_is_what_won_on_calibration_text_under_the_tables_own_protocol():
     best = {row.key: compose(row.overrides) for row in AVAILABLE if row.key.startswith("best.")}
     tested = {row.key: row for row in fair_trial.rows() if row.panel == fair_trial.TEST}
-    pairs = {"best.halting": "halting.15", "best.kv_skipping": "kv_skipping.5", "best.fusion": "fusion.15"}
+    budgets = {"halting": 15, "halting_prompt": 15, "kv_skipping": 5, "fusion": 15}
+    pairs = {f"best.{mechanism}": f"{mechanism}.{budget}" for mechanism, budget in budgets.items()}
     assert best.keys() == pairs.keys()
     for key, won in pairs.items():
         config = compose(tested[won].overrides)

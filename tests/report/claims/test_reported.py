@@ -188,6 +188,11 @@ def test_a_committed_time_names_its_processes_and_their_machine():
     assert "  its time   quicksilver time table 11" in said
 
 
+def test_a_claim_that_is_not_judged_names_the_table_that_shows_it():
+    said = told(pd.DataFrame(read(ROOT / "results" / "claims.json").entries), ["table5.bits.and.bits"])
+    assert said.splitlines()[-1] == "  see        quicksilver reproduce table 5"
+
+
 def changed(entry: str, quote: str | None = None, **values: float) -> Reported:
     claim = reported()[entry]
     return dataclasses.replace(claim, quote=quote or claim.quote, values=dict(claim.values) | values)

@@ -17,6 +17,7 @@ import pandas as pd
 
 from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.table import Table
 
@@ -49,6 +50,14 @@ BESIDE: dict[str, dict[str, str | tuple[str, str]]] = {
         "predicted.40": "at 40%",
         "predicted.50": "at 50%",
     },
+}
+# Table fair_trial answers for the quality of these settings, without times; fusion's stands there with another budget.
+ANSWERS = {
+    f"table11.isolated.{mechanism}.speedup_pct": tuple(
+        AnsweredBy("continuation", f"best.{one}", tuned=True, note="in the prompt only" * (one == fair_trial.PROMPT_ONLY))
+        for one in best
+    )
+    for mechanism, best in {"halting": ("halting", fair_trial.PROMPT_ONLY), "kv_skipping": ("kv_skipping",)}.items()
 }
 
 

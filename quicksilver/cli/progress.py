@@ -241,11 +241,22 @@ def _difference(name: str, column: str, record: Record) -> str:
 
 
 def _versus_null(record: Record) -> Iterator[str]:
-    """Whether the choice of tokens was better than chance, by perplexity; nothing where there are too few windows."""
-    from quicksilver.records.stats import MIN_WINDOWS, paired_records
+    """Whether the choice of tokens was better than chance, by perplexity and by KL; nothing where there are too few windows."""
+    from quicksilver.records.stats import MIN_WINDOWS, bootstrap, mean, paired_records
 
-    if len(record.windows) >= MIN_WINDOWS:
-        paired = paired_records(record, record, baseline_column="null_nll_nats")
-        low, high = paired.relative_pct_low, paired.relative_pct_high
-        said = "better" if high < 0 else "worse" if low > 0 else "no difference beyond chance"
-        yield f"  to its null  {paired.relative_pct:+.2f}% perplexity [{low:+.2f}, {high:+.2f}]: {said}"
+    frame = record.windows
+    if len(frame) < MIN_WINDOWS:
+        return
+    if (frame["nll_nats"] == frame["null_nll_nats"]).all():
+        yield "  to its null  equal: both chose the same tokens, so this null tells nothing"
+        return
+
+    def said(low: float, high: float) -> str:
+        return "better" if high < 0 else "worse" if low > 0 else "no difference beyond chance"
+
+    paired = paired_records(record, record, baseline_column="null_nll_nats")
+    low, high = paired.relative_pct_low, paired.relative_pct_high
+    yield f"  to its null  {paired.relative_pct:+.2f}% perplexity [{low:+.2f}, {high:+.2f}]: {said(low, high)}"
+    if "null_kl_nats" in frame:
+        kl = bootstrap(mean, frame["kl_nats"] - frame["null_kl_nats"])
+        yield f"               {kl.value:+.3g} KL [{kl.low:+.3g}, {kl.high:+.3g}]: {said(kl.low, kl.high)}"

@@ -44,22 +44,25 @@ def commit_records(store: Store, wanted: Mapping[str, Collection[str]]) -> list[
         ConfigError: a record is not there, or not whole; records/ is a link, or has a file of somebody else. Nothing was changed.
     """
     records: dict[str, tuple[Record, set[str]]] = {}
-    old = store.root / KEPT
+    old, missing = store.root / KEPT, dict[str, None]()
 
-    def add(fingerprint: str, parts: Collection[str]) -> Record:
+    def add(fingerprint: str, parts: Collection[str]) -> str | None:
+        """The record's dense one, where it has one."""
         made = store.path(fingerprint)
         if not made.exists() and archive.text(old, fingerprint) is None:
-            raise ConfigError(
-                f"{made}: there is no such run. Copy its folder to there, and that of the dense run that it is compared with."
-            )
+            missing[fingerprint] = None
+            return None
         record = load_record(made if made.exists() else old / fingerprint)
         records.setdefault(fingerprint, (record, set()))[1].update(parts)
-        return record
+        return record.dense_fingerprint
 
     for fingerprint, parts in wanted.items():
-        dense = add(fingerprint, parts).dense_fingerprint
-        if dense is not None:
+        if (dense := add(fingerprint, parts)) is not None:
             add(dense, ())
+    if missing:
+        raise ConfigError(
+            f"{store.runs}: there is no run {', '.join(missing)}. Copy its folder to there; a record needs the dense run that it is compared with."
+        )
     _check_own(old)
     with store.writing():
         aside = Path(tempfile.mkdtemp(prefix=f".{KEPT}-", dir=store.root))

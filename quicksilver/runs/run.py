@@ -60,7 +60,7 @@ class Progress:
     Attributes:
         run, runs: number of the present run, from 0, and how many really run.
         label: what it is.
-        phase: load, calibration, the name of a measurement, write, or wait: another process makes this record.
+        phase: load, calibration, the name of a measurement, writing the record, or wait: another process makes this record.
         fraction: share of all runs that is done, 0 to 1; never falls.
         windows: done and in all, where they are scored one after the other; windows_per_s: of them, since that pass began here.
         left_s: until this run is done, by the share of it that was done since its first window here.
@@ -403,7 +403,7 @@ def _run(step: Planned, context: RunContext, store: Store, draft: Draft, report:
         if calibration is not None:
             draft.event("calibrated", signals=calibration.signals)
         scalars = _measured(bench, step, store, draft, report)
-        report("write", 1.0)
+        report("writing the record", 1.0)
         draft.event("finished")
         described = _describe(step, context, bench, calibration)
         described["environment"] = encoded(environment(sorted({*beside, *_others(store, step.fingerprint)})))

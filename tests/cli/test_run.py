@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas as pd
+
 from quicksilver.cli import main as console
 from quicksilver.cli import progress
 from quicksilver.records.record import load_record, record_frame
@@ -12,6 +14,13 @@ from quicksilver.runs.run import plan
 from quicksilver.runs.sweep import sweep_jobs
 
 CAPACITY = ["modules=[halting_attention]", "protocol=continuation", "modules.halting.halted_share=0.5"]
+
+
+def test_a_null_that_chose_the_same_tokens_is_no_verdict():
+    same = pd.DataFrame({"nll_nats": [1.0] * 8, "null_nll_nats": [1.0] * 8})
+    assert list(progress._versus_null(SimpleNamespace(windows=same))) == [
+        "  to its null  equal: both chose the same tokens, so this null tells nothing"
+    ]
 
 
 def run(*words: str) -> int:
@@ -29,7 +38,9 @@ def test_one_run_prints_what_its_record_says(words, capsys):
     assert f"executed {100 * (1 - record.quality.prompt_executed_flops / record.dense.prompt_executed_flops):.1f}%" in out
     assert "against dense" in out
     assert "its null" in out
-    assert re.search(r"^  to its null  .*\]: (better|worse|no difference beyond chance)$", out, re.M)
+    judged = r".*\]: (better|worse|no difference beyond chance)$"
+    assert re.search(rf"^  to its null  .* perplexity {judged}", out, re.M)
+    assert re.search(rf"^ {{15}}\S+ KL {judged}", out, re.M)
     assert "of the prompt" in out
     assert "acts on      the prompt only" in out
     assert "Traceback" not in err

@@ -270,7 +270,7 @@ def test_the_readmes_script_runs_on_what_comes_with_the_package(tmp_path, monkey
 
 def test_the_documented_module_is_one(tmp_path, monkeypatch):
     page = ROOT / "docs" / "adding-a-module.md"
-    (source,) = blocks(page, "python")
+    source, *_ = blocks(page, "python")
     (described,) = blocks(page, "yaml")
     (tmp_path / "quiet_tokens.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)

@@ -199,7 +199,7 @@ def test_progress_runs_from_nothing_to_all_and_never_back(words):
     assert 0 <= fractions[0] < 0.1
     assert fractions[-1] == 1.0
     assert {(p.run, p.runs) for p in seen} == {(0, 2), (1, 2)}
-    assert {"load", "calibration", "quality", "null_control", "audit", "write"} <= {p.phase for p in seen}
+    assert {"load", "calibration", "quality", "null_control", "audit", "writing the record"} <= {p.phase for p in seen}
     assert seen[-1].label == "tiny | file | halting+kv_skipping | all"
 
 

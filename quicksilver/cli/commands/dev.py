@@ -79,7 +79,11 @@ class Keep(ResultsFolder):
         size = sum(path.stat().st_size for path in (root / KEPT).rglob("*") if path.is_file())
         if too_large := set(wanted) - {folder.name for folder in kept}:
             print(f"{len(too_large)} records are too large to be kept.")
-        then = f"commit {root / KEPT} with your method's file and yaml, in a clone" if self.add else "quicksilver reproduce all"
+        then = (
+            f"commit {root / KEPT} in a clone, and attach your method's file and yaml to the pull request"
+            if self.add
+            else "quicksilver reproduce all"
+        )
         for fingerprint in new:
             print(f"added {fingerprint}: {load_record(store.folders()[fingerprint]).label}")
         print(f"{len(kept)} records in {kept[0].parent}, {size / 1e6:.1f} MB. Now: {then}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,12 +72,14 @@ COLUMNS = [
         "tuned",
         "tuned_record",
     ),
-    *("elsewhere", "why", "timed", "artefact", "command", "model", "weights_digest", "data", "token_digest", "gpu"),
+    *("elsewhere", "why", "timed", "artefact", "command", "run", "model", "weights_digest", "data", "token_digest", "gpu"),
     *("record", "dense_record"),
 ]
 _NUMBERS = ("target_low", "target_high", "measured", "measured_low", "measured_high", "noise_floor", "lookahead")
 _OF_RECORDS = (
-    "FLOPs are the paper's formula over all tokens, `paper` in what `quicksilver show` prints. Times are of prompt and continuation, unless a row says otherwise. "
+    "protocol=all scores every position; protocol=continuation scores the tokens after a prompt, which it takes as known. tuned: the paper's "
+    "mechanism with the setting that won on calibration text. "
+    "FLOPs are the paper's formula over all tokens, `paper` in what `quicksilver show` prints; `executed` there counts what really ran. Times are of prompt and continuation, unless a row says otherwise. "
     "`show` prints the record's own times, with their machine. `quicksilver claims … records=checked` judges what was measured here."
 )
 LEGEND = (
@@ -431,7 +434,8 @@ def _answered(claim: _Claim, answers: Sequence[tuple[Source, AnsweredBy]]) -> tu
             dense = outcome.dense is not None and record.fingerprint == outcome.dense.fingerprint
             reasons.append(_ZERO if dense else "its record does not have this number")
         elif same not in found:
-            where = {"artefact": source.artefact.name, "command": source.command}
+            asked = [word for word in shlex.split(source.command) if "=" in word]
+            where = {"artefact": source.artefact.name, "command": source.command, "run": shlex.join(outcome.row.words(asked))}
             if claim.what.kind == "time" and (timed := source.processes[answer.panel]):
                 where["timed"] = (
                     f"in {len(timed)} processes on {timed[-1].machine.split(',')[0]}; the record below has the time of another one"
@@ -589,7 +593,9 @@ def told(rows: pd.DataFrame, asked: Sequence[str]) -> str:
             value = " ".join(_measurement(row))
             on = f"{value}, protocol={row['protocol']}, {row['model']} on {row['data']}" if row["model"] else value
             said = {"measured": on, "verdict": row["verdict"], "why": row["why"], "selection": row["versus_null"]}
+            said |= {"tuned": row["tuned"] and f"{row['tuned']} (protocol=continuation, settings of table fair_trial)"}
             said |= {"timed": row["timed"], "elsewhere": row["elsewhere"], "repeat": row["command"]}
+            said["row alone"] = row["run"] and f"quicksilver run {row['run']} records=own"
             if " processes " in row["timed"]:
                 said["its time"] = row["command"].replace("quicksilver reproduce", "quicksilver time", 1)
             elif not row["command"] and (shown := re.match(r"(table|figure)(\d+)\.", name)):

@@ -293,7 +293,8 @@ class Collection:
             run.record = Store(self.root).get(fingerprint)
             if run.record is None:
                 names = ", ".join(piece.name for piece in pieces)
-                raise ConfigError(f"there is no such record, and {names} {'name it' if len(pieces) > 1 else 'names it'}.")
+                named = f"named by {names}" if names else "the dense run of another record; copy its folder here"
+                raise ConfigError(f"there is no such record ({named}).")
         except Exception as error:  # as above
             self.trouble(run, error)
         return run

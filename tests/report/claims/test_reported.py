@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import shlex
 from collections.abc import Mapping
 from inspect import signature
 from pathlib import Path
@@ -15,6 +16,7 @@ from quicksilver.report.claims.ledger import standing, told
 from quicksilver.report.claims.reported import Reported, check_of, contradictions, quantities, quantity, reported
 from quicksilver.report.table import read
 from quicksilver.runs.choices import config_dir
+from quicksilver.runs.config import compose
 
 # -- the numbers: each test reads all entries and names the one that fails ---------------------------------------------------------
 ROOT = Path(__file__).resolve().parents[3]
@@ -186,6 +188,11 @@ def test_a_committed_time_names_its_processes_and_their_machine():
     said = told(pd.DataFrame(read(ROOT / "results" / "claims.json").entries), ["table11.isolated.halting"])
     assert re.search(r"^  timed      in \d processes on .*; the record below has the time of another one$", said, re.M)
     assert "  its time   quicksilver time table 11" in said
+    alone = re.findall(r"^  row alone  quicksilver run (.*) records=own$", said, re.M)
+    assert {compose(shlex.split(one)).protocol.name for one in alone} == {"all", "continuation"}
+    assert re.search(
+        r"^  tuned      not reproduced: \S+; not reproduced: \S+ in the prompt only \(protocol=continuation", said, re.M
+    )
 
 
 def test_a_claim_that_is_not_judged_names_the_table_that_shows_it():

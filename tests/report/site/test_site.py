@@ -411,7 +411,7 @@ def test_a_record_that_only_the_ledger_names_has_its_page(copy, records):
     write_claims(copy, ledger)
     _, problems = make(copy)
     assert [problem.remedy for problem in problems if gone in problem.where] == ["To make it: quicksilver claims"]
-    assert "claims names it" in (copy / "report" / "runs" / f"{gone}.html").read_text(encoding="utf-8")
+    assert "(named by claims)" in (copy / "report" / "runs" / f"{gone}.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("name", "pages"), [("trace.safetensors", "tokens"), ("windows.parquet", "")])

@@ -29,7 +29,7 @@ PANELS = {
     "continuation": "Protocol continuation: modules may look ahead inside the prompt; only the tokens after it are scored",
 }
 # Of every setting that the paper names, the one of least KL on calibration text that saves 15% of the prompt; 5% where none saves as much.
-# Prompt-only halting stands here at 15%, near the saving that the paper claims; table front has it at 25%, nearer to the other rows there.
+# Prompt-only halting stands here at 15%, near the saving that the paper claims.
 BEST = {"halting": 15, fair_trial.PROMPT_ONLY: 15, "kv_skipping": 5, "fusion": 15}
 # Beside the paper's rows, under continuation: section -> key, what is printed; the settings are those of techniques.py.
 BESIDE: dict[str, dict[str, str | tuple[str, str]]] = {

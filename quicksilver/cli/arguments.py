@@ -75,7 +75,7 @@ class Command(Options):
         """
         own, given = cls.own_keys(), dict[str, Any]()
         names, overrides = list[str](), list[str]()
-        for word in words:
+        for word in _searching(words) if cls.takes == "run" else words:
             name, equals, _ = word.partition("=")
             if name.removeprefix("--") in own and name.startswith("--"):
                 raise ConfigError(f"{word}: write {name.removeprefix('--')}=VALUE.")
@@ -173,6 +173,26 @@ def run_keys() -> list[str]:
 def first_part(name: str) -> str:
     """The part of a key that says what it is of: `modules` of `+modules.halting.tau_drift`."""
     return re.split(r"[./@:=]", name.lstrip("+~"))[0]
+
+
+def _searching(words: Sequence[str]) -> list[str]:
+    """The words, with `--config-dir FOLDER` as Hydra's key for it, which each run is composed with.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    found, left = list[str](), list(words)
+    while left:
+        option, equals, folder = left.pop(0).partition("=")
+        if option not in ("--config-dir", "-cd"):
+            found.append(option + equals + folder)
+            continue
+        folder = folder or (left.pop(0) if left else "")
+        if not Path(folder or "?").is_dir():
+            raise ConfigError(f"--config-dir {folder}: there is no such folder.")
+        place = str(Path(folder).resolve()).replace("'", "\\'")
+        found.append(f"hydra.searchpath=['file://{place}']")
+    return found
 
 
 def _is_of_a_run(word: str) -> bool:

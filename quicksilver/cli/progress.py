@@ -160,7 +160,7 @@ def summary(record: Record) -> str:
     per_byte = "" if quality.bits_per_byte is None else f", {quality.bits_per_byte:.4g} bits per byte"
     lines = [
         f"{record.label}  ({record.execution}, {record.model.dtype}{', LOOKS AHEAD' if record.lookahead else ''})",
-        f"  text         {data.windows} windows of {record.protocol.window_tokens} tokens, {quality.tokens} scored, {data.form} text",
+        f"  text         {data.windows} windows of {record.protocol.window_tokens} tokens, {quality.tokens} scored, {data.shown_form}",
         f"  perplexity   {quality.ppl:.4g} per token{per_byte}",
     ]
     if (confirmed := record.confirmed) is not None and confirmed.agrees and not record.is_kept:
@@ -183,8 +183,13 @@ def summary(record: Record) -> str:
         )
         what = "looks ahead, or decides by something else than the tokens: later tokens moved earlier logits."
         lines.append(f"  care         {'+'.join(record.config['modules'])} {what}{also}")
-    if record.dense is not None and record.quality.ppl == record.dense.ppl and record.flops_saved_pct("nominal") == 0:
+    saved_pct, kl = record.flops_saved_pct("nominal"), quality.kl_nats
+    if record.dense is not None and quality.ppl == record.dense.ppl and saved_pct == 0:
         lines.append("  care         nothing was decided: perplexity and operations are exactly those of dense inference.")
+    elif saved_pct is not None and 0 <= saved_pct < 0.05 and kl is not None and kl < 0.001:
+        lines.append(
+            "  care         hardly anything was decided: nearly the result of dense inference. Sweep the option that decides."
+        )
     lines += [f"  care         {warning}" for warning in record.timing_warnings]
     lines.append(f"  record       {record.path}")
     return "\n".join(lines)
@@ -229,6 +234,7 @@ def _against_dense(record: Record) -> list[str]:
 def _difference(name: str, column: str, record: Record) -> str:
     """Perplexity against dense, and how far the distributions lie apart; column: what its columns begin with."""
     from quicksilver.records.stats import MIN_WINDOWS, paired_perplexity
+    from quicksilver.report.table import signed
 
     frame = record.windows
     tokens, kl = frame["tokens"], f"{column}kl_nats"
@@ -237,12 +243,13 @@ def _difference(name: str, column: str, record: Record) -> str:
         return f"  {name:<12} no interval from {len(frame)} windows (at least {MIN_WINDOWS}: dataset.windows){far}"
     paired = paired_perplexity(frame[f"{column}nll_nats"], tokens, frame["dense_nll_nats"])
     low, high = paired.relative_pct_low, paired.relative_pct_high
-    return f"  {name:<12} {paired.relative_pct:+.2f}% perplexity [{low:+.2f}, {high:+.2f}]{far}"
+    return f"  {name:<12} {signed(paired.relative_pct, 2)}% perplexity [{signed(low, 2)}, {signed(high, 2)}]{far}"
 
 
 def _versus_null(record: Record) -> Iterator[str]:
     """Whether the choice of tokens was better than chance, by perplexity and by KL; nothing where there are too few windows."""
     from quicksilver.records.stats import MIN_WINDOWS, bootstrap, mean, paired_records
+    from quicksilver.report.table import signed
 
     frame = record.windows
     if len(frame) < MIN_WINDOWS:
@@ -256,7 +263,7 @@ def _versus_null(record: Record) -> Iterator[str]:
 
     paired = paired_records(record, record, baseline_column="null_nll_nats")
     low, high = paired.relative_pct_low, paired.relative_pct_high
-    yield f"  to its null  {paired.relative_pct:+.2f}% perplexity [{low:+.2f}, {high:+.2f}]: {said(low, high)}"
+    yield f"  to its null  {signed(paired.relative_pct, 2)}% perplexity [{signed(low, 2)}, {signed(high, 2)}]: {said(low, high)}"
     if "null_kl_nats" in frame:
         kl = bootstrap(mean, frame["kl_nats"] - frame["null_kl_nats"])
         yield f"               {kl.value:+.3g} KL [{kl.low:+.3g}, {kl.high:+.3g}]: {said(kl.low, kl.high)}"

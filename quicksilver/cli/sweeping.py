@@ -34,7 +34,7 @@ from quicksilver.records import lease
 from quicksilver.report.sweep_status import Board
 from quicksilver.runs import optuna_sweep as studies
 from quicksilver.runs.choices import explain
-from quicksilver.runs.composing import check_words, hydra_started, is_swept, with_settings
+from quicksilver.runs.composing import check_words, hydra_started, is_swept, modules_of, with_settings
 from quicksilver.runs.config import RunConfig, compose
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.estimate import check_time, duration, estimates, not_here, table, without_record
@@ -203,7 +203,10 @@ class Composed:
 def _settings(overrides: Sequence[str], extra_dirs: Sequence[Path]) -> DictConfig:
     """The section `hydra` of a sweep's config, composed of the words that are the same in every run."""
     check_words(overrides, extra_dirs)
-    settings: DictConfig = with_settings([word for word in overrides if not is_swept(word)], extra_dirs).hydra
+    same = [word for word in overrides if not is_swept(word)]
+    if any(is_swept(word) for word in overrides if word.startswith("modules=")):
+        same = [word for word in same if not word.lstrip("+~").startswith("modules.")]
+    settings: DictConfig = with_settings(same, extra_dirs).hydra
     return settings
 
 
@@ -219,9 +222,25 @@ def runs_of(
     params: Any = OmegaConf.to_container(settings.sweeper.get("params") or OmegaConf.create({}), resolve=True)
     loader = GlobalHydra.instance().config_loader()
     try:
-        return expanded(_of_runs(overrides), [f"{key!s}={value}" for key, value in params.items()], loader)
+        found = expanded(_of_runs(overrides), [f"{key!s}={value}" for key, value in params.items()], loader)
+        return _with_own_options(found, extra_dirs)
     except HydraException as error:
         raise ConfigError(explain(error, overrides, extra_dirs)) from error
+
+
+def _with_own_options(
+    runs: list[tuple[tuple[str, ...], tuple[str, ...]]], extra_dirs: Sequence[Path]
+) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """The runs without options of modules that only other runs of the sweep have. `modules=[halting_attention],[prompt_truncation]
+    modules.halting.halted_share=0.1,0.2` are three runs."""
+    chosen = [modules_of(words, extra_dirs) for words, _ in runs]
+    known = set[str]().union(*(one or () for one in chosen))
+    found: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for (words, differing), own in zip(runs, chosen, strict=True):
+        others = tuple(f"modules.{name}." for name in known - own) if own is not None else ()
+        kept = tuple(word for word in words if not word.lstrip("+~").startswith(others or "="))
+        found.setdefault(kept, tuple(word for word in differing if word in kept))
+    return list(found.items())
 
 
 def compose_runs(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequence[Path], yes: bool) -> Composed:

@@ -163,6 +163,11 @@ class DataEntry:
     text_bytes: int
     no_bytes_because: str | None
 
+    @property
+    def shown_form(self) -> str:
+        """Its form, and whether thresholds may have been chosen on it."""
+        return self.form + ", the calibrating part" * (self.part == "calibration")
+
 
 @dataclass(frozen=True)
 class CalibrationEntry:

@@ -65,7 +65,7 @@ _AMOUNT = re.compile(
 _SHARE = re.compile(r"(^|_)(agreement|share|accuracy|distinct|repeated)$")
 _ROUNDING = 1e-6
 _SEEN_SHARE = (
-    5e-3  # of the paper's count on scored tokens: keys that left the prompt take off less, layers left out take off more
+    5e-3  # of the paper's count on scored tokens: what keys that left the prompt take off at most, where texts differ in length
 )
 
 
@@ -188,11 +188,22 @@ class Record:
     @property
     def acts_on_scored(self) -> bool | None:
         """Whether layers were left out for scored tokens too, not only for the prompt's; None: dense, or the protocol has no prompt.
-        The paper's ledger tells: the keys that a token sees hardly count in it."""
+        The paper's ledger tells: keys that left the prompt take little off it (`_seen_share`), a layer left out takes more."""
         whole, prompt, dense = self.flops("paper"), self.flops("prompt_paper"), self.dense
-        if dense is None or whole is None or prompt is None:
+        if dense is None or whole is None or prompt is None or dense.prompt_paper_flops is None:
             return None
-        return whole - prompt < (1 - _SEEN_SHARE) * (dense.paper_flops - (dense.prompt_paper_flops or 0))
+        return whole - prompt < (1 - self._seen_share(dense)) * (dense.paper_flops - dense.prompt_paper_flops)
+
+    def _seen_share(self, dense: DenseTotals) -> float:
+        """What scored tokens save at most in the paper's ledger where they see none of the prompt's keys. App. J charges each of n tokens
+        a + b · log(keys seen), as do the prompt's: two equations for a and b. The last token is scored, and not processed."""
+        n_prompt, n_all = self.protocol.prompt_tokens, self.protocol.window_tokens - 1
+        n = n_all - n_prompt
+        if n < 1 or self.quality.tokens != self.data.windows * (n + 1):  # a task's examples
+            return _SEEN_SHARE
+        each = (dense.paper_flops - (dense.prompt_paper_flops or 0)) / n
+        b = (each - (dense.prompt_paper_flops or 0) / n_prompt) / math.log(n_all / n_prompt)
+        return 1.01 * b * math.log(n_all / n) / each
 
     @property
     def is_kept(self) -> bool:

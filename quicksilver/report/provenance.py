@@ -137,9 +137,8 @@ def _model(record: Record) -> str:
 
 def _data(record: Record) -> str:
     data = record.data
-    form = f"{data.form}, the calibrating part" if data.part == "calibration" else data.form
     return (
-        f"{data.name} ({form}, digest {data.digest[:SHORT]}), {data.windows} windows of "
+        f"{data.name} ({data.shown_form}, digest {data.digest[:SHORT]}), {data.windows} windows of "
         f"{record.protocol.window_tokens} tokens, {record.quality.tokens} tokens scored"
     )
 

@@ -28,8 +28,8 @@ MOST_INTERVALS = 300  # of one look; one takes as long as ten records without
 LATER = "interval_later"
 STATES = ("done", "running", "failed", "waiting")
 _NUMBERS = {
-    "ppl": "perplexity", "delta_ppl_pct": "Δ to dense, %", "kl_nats": "KL, nats", "executed_flops_saved_pct": "executed FLOPs saved, %, all tokens",
-    "seconds": "seconds, all workers",
+    "ppl": "perplexity", "delta_ppl_pct": "Δ to dense, %", "kl_nats": "KL, nats", "executed_flops_saved_pct": "FLOPs saved, %",
+    "prompt_executed_flops_saved_pct": "of the prompt", "seconds": "seconds, all workers",
 }  # fmt: skip
 
 
@@ -79,9 +79,9 @@ class Board:
         assert folder is not None
         made = folder.stat().st_mtime_ns if folder.is_dir() else 0
         there, more = self._found.get(folder.name, {}), self._intervals > 0
-        if there.get("made") != made or (LATER in there and more):
+        if there.get("made_ns") != made or (LATER in there and more):
             try:
-                there = self._found[folder.name] = {**numbers(load_record(folder), more), "made": made}
+                there = self._found[folder.name] = {**numbers(load_record(folder), more), "made_ns": made}
             except ConfigError as error:
                 return {"error": str(error)}
             self._new += 1
@@ -245,7 +245,8 @@ def numbers(record: Record, interval: bool = True) -> dict[str, Any]:
     row: dict[str, Any] = {"ppl": record.quality.ppl, "seconds": record.seconds, "kl_nats": record.quality.kl_nats}
     if record.dense is not None:
         row["delta_ppl_pct"] = 100 * (record.quality.ppl / record.dense.ppl - 1)
-        row["executed_flops_saved_pct"] = record.flops_saved_pct("executed")
+        for of in ("", "prompt_"):
+            row[f"{of}executed_flops_saved_pct"] = record.flops_saved_pct(f"{of}executed")
         if record.data.windows >= MIN_WINDOWS and not interval:
             row[LATER] = True
         elif record.data.windows >= MIN_WINDOWS:

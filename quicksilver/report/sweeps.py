@@ -291,8 +291,8 @@ def draw_front(plot: Any, rows: pd.DataFrame, sweep: Sweep) -> list[tuple[float,
 BUDGET_LEGEND = (
     "asked, reached: percent of dense FLOPs saved, or of perplexity added. The dial was set on calibration data alone "
     "and did not change afterwards. Thresholds given as percentiles keep the numbers that they had on that text.",
-    "Δppl: perplexity minus dense perplexity on the same windows with its 95% interval; below it the same in percent. vs random: "
-    "better, worse or same, against the same counts, on random tokens.",
+    "KL × 100: from the dense model's next-token distribution to the run's, in hundredths of a nat a token. Δ: of perplexity on the same "
+    "windows, with its 95% interval. vs random: better, worse or same, against the same counts, on random tokens.",
     "kept: whether the budget holds; `inconclusive` where the interval of a cost contains the limit.",
 )
 
@@ -337,7 +337,13 @@ BUDGET_COLUMNS = (
     Column("saved, % of dense FLOPs", "exec", "{executed_flops_saved_pct:+.1f}"),
     Column("saved, % of dense FLOPs", "prompt", "{prompt_executed_flops_saved_pct:+.1f}", expendable=2),
     Column("saved, % of dense FLOPs", "paper", "{paper_flops_saved_pct:+.1f}", expendable=3),
-    Column("perplexity against dense", "Δppl", lambda row: interval_cell(row, "delta_ppl")),
-    Column("perplexity against dense", "Δppl of null", lambda row: interval_cell(row, "null_delta_ppl"), expendable=4),
+    Column("", "KL × 100", "{kl_nats:100*.2f}"),
+    Column("perplexity against dense", "Δ, %", lambda row: interval_cell(row, "delta_ppl")[1:] or (NO_VALUE,)),
+    Column(
+        "perplexity against dense",
+        "Δ of null, %",
+        lambda row: interval_cell(row, "null_delta_ppl")[1:] or (NO_VALUE,),
+        expendable=4,
+    ),
     Column("perplexity against dense", "vs random", versus_null_cell, expendable=1),
 )

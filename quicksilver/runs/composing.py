@@ -178,6 +178,26 @@ def quoted(overrides: Sequence[str]) -> list[str]:
     return [_readable(re.sub(r"^([+~]*modules)\.predicted_kv\b", r"\1.quicksilver", override)) for override in overrides]
 
 
+def searched(overrides: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """The folders of `hydra.searchpath=[file:///folder]`, and all other words.
+
+    Raises:
+        ConfigError: no list of folders that are there.
+    """
+    folders, rest = list[Path](), list[str]()
+    for word in overrides:
+        if not word.startswith("hydra.searchpath="):
+            rest.append(word)
+            continue
+        value = parsed(word).value()
+        for place in value if isinstance(value, list) else [value]:
+            folder = Path(str(place).removeprefix("file://"))
+            if not isinstance(value, list) or "://" in str(folder) or not folder.is_dir():
+                raise ConfigError(f"{word}: takes a list of folders that are there, [file:///folder]; or --config-dir /folder.")
+            folders.append(folder.absolute())
+    return folders, rest
+
+
 def _readable(override: str) -> str:
     try:
         parsed(override)
@@ -236,13 +256,26 @@ def check_words(overrides: Sequence[str], extra_dirs: Sequence[Path] = ()) -> No
                 _check_selected([str(name).strip() for name in names], [config_dir(), *extra_dirs])
 
 
+def modules_of(words: Sequence[str], extra_dirs: Sequence[Path] = ()) -> set[str] | None:
+    """The keys that the last `modules=[…]` of a run's words fills, such as `halting`; None: no word chooses modules."""
+    chosen = [one.value() for one in map(parsed, words) if one.key_or_group == "modules"]
+    if not chosen:
+        return None
+    names = chosen[-1] if isinstance(chosen[-1], list) else chosen[-1:]
+    return {_filled_by(str(name), [config_dir(), *extra_dirs]) for name in names}
+
+
+def _filled_by(name: str, folders: Sequence[Path]) -> str:
+    path = next((path for folder in folders if (path := folder / "modules" / f"{name}.yaml").is_file()), None)
+    header = path and re.search(r"^#\s*@package\s+modules\.(\S+)", path.read_text("utf-8", "replace"), re.MULTILINE)
+    return header[1] if header else name
+
+
 def _check_selected(selected: Sequence[str], folders: Sequence[Path]) -> None:
     """Refuse modules that fill the same key: what the yaml's `# @package` says, else its name."""
     names: dict[str, str] = {}
     for name in selected:
-        path = next((path for folder in folders if (path := folder / "modules" / f"{name}.yaml").is_file()), None)
-        header = path and re.search(r"^#\s*@package\s+modules\.(\S+)", path.read_text("utf-8", "replace"), re.MULTILINE)
-        key = header[1] if header else name
+        key = _filled_by(name, folders)
         if selected.count(name) > 1:
             raise ConfigError(f"modules=[{','.join(selected)}] names {name} twice: name it once.")
         if names.setdefault(key, name) != name:

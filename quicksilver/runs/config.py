@@ -23,7 +23,7 @@ from quicksilver.measure.measurement import Setting
 from quicksilver.models.spec import ATTENTION, DEVICES, DTYPES, PARALLEL, ModelConfig
 from quicksilver.records.identity import Execution, ProtocolName, spelled_at_first
 from quicksilver.runs.choices import explain, files_stamp, suggest
-from quicksilver.runs.composing import composed, quoted
+from quicksilver.runs.composing import composed, quoted, searched
 from quicksilver.runs.parts import build_measurements, is_on, measurement_class
 from quicksilver.runtime.errors import ConfigError
 
@@ -177,7 +177,8 @@ def compose(overrides: Sequence[str] = (), extra_dirs: Sequence[Path] = ()) -> R
     """
     if isinstance(overrides, str) or not isinstance(overrides, Sequence) or not all(isinstance(word, str) for word in overrides):
         raise ConfigError(f"overrides={overrides!r:.80} is no list of words: give one, such as ['model=reference-gpt2'].")
-    readable = quoted(overrides)
+    folders, readable = searched(quoted(overrides))
+    extra_dirs = [*extra_dirs, *folders]
     try:
         config = _one(readable, extra_dirs)
     except ConfigError as error:

@@ -34,6 +34,8 @@ COMMANDS = [
     ("doctor foo=1", ["foo=1", "data.root=/folder"]),
     ("doctor --verbose", ["--verbose", "data.root=/folder"]),
     ("claims --model gpt2", ["'--model' is not key=value"]),
+    ("budget --config-dir /nowhere save=0.3", ["--config-dir /nowhere: there is no such folder"]),
+    ("budget --config-dir", ["--config-dir : there is no such folder"]),
     ("budget sav=30", ["sav=30", "Did you mean save", "halvings"]),
     ("budget save=30", ["save[0]=30", "give save=0.3 for 30%"]),
     ("budget save=much", ["save[0]='much'", "is not a number"]),

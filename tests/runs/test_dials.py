@@ -8,6 +8,7 @@ import yaml
 from harness_world import make_text
 
 from quicksilver.cli import main as console
+from quicksilver.cli.commands.search import Budget as BudgetCommand
 from quicksilver.modules.calibration import Calibration
 from quicksilver.runs import dials as dials_module
 from quicksilver.runs.choices import choices
@@ -168,6 +169,19 @@ def test_a_yaml_that_is_no_dial_is_refused(tmp_path, content, said):
         load_dial(str(path))
     with pytest.raises(ConfigError, match="There is no dial haltin. There are: .*halting_attention"):
         load_dial("haltin")
+
+
+def test_a_command_finds_a_module_in_a_folder_of_ones_own(tmp_path, monkeypatch):
+    folder = tmp_path / "it's mine"
+    (folder / "modules").mkdir(parents=True)
+    (folder / "modules" / "half.yaml").write_text(
+        "# @package modules.half\n_target_: quicksilver.modules.StaticDepth\ndepth: 0.5\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for words in (["--config-dir", folder.name], [f"--config-dir={folder}"]):
+        command = BudgetCommand.parsed(["save=0.3", *words, "modules=[half]"], "quicksilver budget")
+        assert command.save == [0.3]
+        assert compose(command.overrides).modules["half"]["depth"] == 0.5
 
 
 # --- quicksilver budget ---------------------------------------------------------------------------------------------------------

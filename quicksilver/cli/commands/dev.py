@@ -54,6 +54,11 @@ class Keep(ResultsFolder):
         written |= {path.stem: path for path in sorted(root.glob("claims*.json"))}
         if self.add:
             written = {name: path for name, path in written.items() if not name.endswith(LOCAL_SUFFIX)}
+        for name in self.add or ():
+            if not any(one.startswith(name) for one in store.folders()):
+                raise ConfigError(
+                    f"{name}: {store.runs} has no such run. Copy it there: cp -r FOLDER/results/runs/{name} {store.runs}/"
+                )
         new = [*map(store.named, self.add or ())]
         added = sorted({*read_object(root / KEPT / ADDED).get("records", ()), *new})
         if not written and not added:
@@ -80,12 +85,14 @@ class Keep(ResultsFolder):
         if too_large := set(wanted) - {folder.name for folder in kept}:
             print(f"{len(too_large)} records are too large to be kept.")
         then = (
-            f"commit {root / KEPT} in a clone, and attach your method's file and yaml to the pull request"
+            f"commit {root / KEPT} in a clone, and attach your method's file, and the yaml that modules= names, to the pull request"
             if self.add
             else "quicksilver reproduce all"
         )
         for fingerprint in new:
-            print(f"added {fingerprint}: {load_record(store.folders()[fingerprint]).label}")
+            record = load_record(store.folders()[fingerprint])
+            dense = f", with its dense run {record.dense_fingerprint}" if record.dense_fingerprint else ""
+            print(f"added {fingerprint}: {record.label}{dense}")
         print(f"{len(kept)} records in {kept[0].parent}, {size / 1e6:.1f} MB. Now: {then}")
         return 0
 

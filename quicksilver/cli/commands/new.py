@@ -20,7 +20,7 @@ MODULE = '''"""What $name decides, in one sentence."""
 
 from dataclasses import dataclass
 
-from quicksilver.runtime import LayerView, TokenPolicy, TokenState
+from quicksilver.runtime import Architecture, LayerView, TokenPolicy, TokenState
 
 
 @dataclass
@@ -35,8 +35,11 @@ class $Class(TokenPolicy):
     share: float = 0.16
     causal: bool = False
 
+    def bind(self, architecture: Architecture) -> None:
+        self.first_layer = architecture.n_layers // 2  # layers count from 0: half of them go before
+
     def acts_at(self, layer: int) -> bool:
-        return layer >= 8
+        return layer >= self.first_layer
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
         update = (view.after - view.before).norm(dim=-1)  # (B, M)
@@ -44,6 +47,7 @@ class $Class(TokenPolicy):
 '''
 MODULE_YAML = """# @package modules.$name
 # Halt tokens whose last update was small beside their state.
+# Options have the defaults of the class. A setting of its own is a copy of this file with another name, and its options below: share: 0.14
 _target_: $name.$Class
 """
 MODULE_TEST = '''"""$Class halts some tokens, and both executions give the same logits."""

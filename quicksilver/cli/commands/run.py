@@ -15,12 +15,11 @@ from hydra._internal.utils import get_args_parser
 from quicksilver.cli.arguments import Command, SweepOptions
 from quicksilver.cli.main import help_of, say
 from quicksilver.cli.progress import needing
-from quicksilver.runs.composing import hydra_started, parsed, quoted, with_settings
+from quicksilver.runs.composing import hydra_started, quoted, searched, with_settings
 from quicksilver.runs.config import RunConfig, compose
 from quicksilver.runs.tracker import sync_hint
 from quicksilver.runtime.errors import ConfigError
 
-_SEARCHPATH = "hydra.searchpath="
 _MAY_SWEEP = ("experiment=", "hydra.mode=")  # without -m
 _ANSWERED_BY_HYDRA = ("help", "hydra_help", "cfg", "info")
 _REFUSED = ("config_path", "config_name", "experimental_rerun", "shell_completion")  # conf/ and its schema are the only ones
@@ -52,10 +51,11 @@ class Run(SweepOptions):
     def _answer(self) -> int:
         given = _options(self.overrides)
         given.overrides = overrides = quoted(given.overrides)
-        extra_dirs = [*([Path(given.config_dir).absolute()] if given.config_dir else []), *_searched(overrides)]
+        folders, of_runs = searched(overrides)
+        extra_dirs = [*([Path(given.config_dir).absolute()] if given.config_dir else []), *folders]
         if any(getattr(given, name) for name in _ANSWERED_BY_HYDRA):
             return _ask_hydra(given, extra_dirs)
-        overrides = [word for word in overrides if not word.startswith(_SEARCHPATH)]
+        overrides = of_runs
         if given.multirun or self.plan or any(word.startswith(_MAY_SWEEP) for word in overrides):
             from quicksilver.cli import sweeping
 
@@ -160,18 +160,3 @@ def _ask_hydra(given: argparse.Namespace, extra_dirs: Sequence[Path]) -> int:
         else:
             hydra.show_info(given.info, "run", given.overrides)
     return 0
-
-
-def _searched(overrides: Sequence[str]) -> list[Path]:
-    """The folders of `hydra.searchpath=[file:///folder]`."""
-    found = []
-    for word in overrides:
-        if not word.startswith(_SEARCHPATH):
-            continue
-        value = parsed(word).value()
-        for place in value if isinstance(value, list) else [value]:
-            folder = Path(str(place).removeprefix("file://"))
-            if not isinstance(value, list) or "://" in str(folder) or not folder.is_dir():
-                raise ConfigError(f"{word}: takes a list of folders that are there, [file:///folder]; or --config-dir /folder.")
-            found.append(folder.absolute())
-    return found

@@ -54,7 +54,7 @@ VERDICTS: tuple[Verdict, ...] = ("reproduced", "partly", "not reproduced", "not 
 LEAST_FAVOURABLE = ("not reproduced", "partly", "reproduced", "not measured", "not comparable")
 BY_DEFINITION: Verdict = "by definition"  # no verdict to be counted
 CONTRADICTIONS = "The paper against itself"
-STATEMENT, SETTING = "statement", "setting"
+STATEMENT, SETTING, TUNED = "statement", "setting", "tuned"
 _CHANCE = {-1: "better than chance", 0: "no better than chance", 1: "worse than chance"}
 _ZERO = "dense inference itself: zero by definition"
 COLUMNS = [
@@ -70,7 +70,6 @@ COLUMNS = [
         "versus_null",
         "verdict",
         "tuned",
-        "tuned_record",
     ),
     *("elsewhere", "why", "timed", "artefact", "command", "run", "model", "weights_digest", "data", "token_digest", "gpu"),
     *("record", "dense_record"),
@@ -78,7 +77,7 @@ COLUMNS = [
 _NUMBERS = ("target_low", "target_high", "measured", "measured_low", "measured_high", "noise_floor", "lookahead")
 _OF_RECORDS = (
     "protocol=all scores every position; protocol=continuation scores the tokens after a prompt, which it takes as known. tuned: the paper's "
-    "mechanism with the setting that won on calibration text. "
+    "mechanism with the setting that won on calibration text; the options in its command are the setting. noise: of the clock. "
     "FLOPs are the paper's formula over all tokens, `paper` in what `quicksilver show` prints; `executed` there counts what really ran. Times are of prompt and continuation, unless a row says otherwise. "
     "`show` prints the record's own times, with their machine. `quicksilver claims … records=checked` judges what was measured here."
 )
@@ -374,8 +373,8 @@ def _saved_pct(folder: Path, dense_folder: Path, column: str) -> Estimate:
 
 
 def frame(sources: Sequence[Source]) -> pd.DataFrame:
-    """The ledger: a row for each claim and each record that answers it, or one that says why there is none; then what other papers state,
-    and the contradictions."""
+    """The ledger: a row for each claim and each record that answers it, or one that says why there is none, then its tuned ones (`kind`);
+    then what other papers state, and the contradictions."""
     claims = (_Claim(entry, name) for entry in reported().values() for name in entry.quantities)
     rows = [row for claim in claims for row in _rows(claim, sources)]
     # As in the tables: a record that answers several claims is one test, and of all of them 5% may be false discoveries.
@@ -405,8 +404,11 @@ def _rows(claim: _Claim, sources: Sequence[Source]) -> list[dict[str, Any]]:
     rows, reasons = _answered(claim, answers)
     tuned = [(answer.note, row) for source, answer in given if answer.tuned for row in _answered(claim, [(source, answer)])[0]]
     base["tuned"] = "; ".join(f"{row['verdict']}: {_measurement(base | row)[0]} {note}".rstrip() for note, row in tuned)
-    base["tuned_record"] = "; ".join(row["record"] for _, row in tuned)
-    return [base | row for row in rows or [_not_judged(claim, answers, reasons)]]
+    of_tuned = dict(
+        kind=TUNED, panel=TUNED, tuned="", versus_null=""
+    )  # not judged against chance: no more tests than the tables have
+    own = [base | row for row in rows or [_not_judged(claim, answers, reasons)]]
+    return own + [{name: value for name, value in (base | row | of_tuned).items() if name != "versus_null_p"} for _, row in tuned]
 
 
 def _answered(claim: _Claim, answers: Sequence[tuple[Source, AnsweredBy]]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -434,7 +436,7 @@ def _answered(claim: _Claim, answers: Sequence[tuple[Source, AnsweredBy]]) -> tu
             dense = outcome.dense is not None and record.fingerprint == outcome.dense.fingerprint
             reasons.append(_ZERO if dense else "its record does not have this number")
         elif same not in found:
-            asked = [word for word in shlex.split(source.command) if "=" in word]
+            asked = [word for word in shlex.split(source.command) if "=" in word and not word.startswith("records=")]
             where = {"artefact": source.artefact.name, "command": source.command, "run": shlex.join(outcome.row.words(asked))}
             if claim.what.kind == "time" and (timed := source.processes[answer.panel]):
                 where["timed"] = (
@@ -543,10 +545,12 @@ def ledger(sources: Sequence[Source], name: str = "claims", others: Mapping[str,
         )
         for claim in rows["claim"].map(_outcome)
     ]
-    rows["elsewhere"] = [said if record else "" for said, record in zip(there, rows["record"], strict=True)]
+    rows["elsewhere"] = [
+        said if row.record and row.kind != TUNED else "" for said, row in zip(there, rows.itertuples(), strict=True)
+    ]
     panels = [
         Panel(str(group), f"{group}: {_counts(members)}", _columns(str(group)), _notes(members))
-        for group, members in rows.groupby("panel", sort=False)
+        for group, members in rows[rows["kind"] != TUNED].groupby("panel", sort=False)
     ]
     outcomes = standing(rows)
     measured = rows[rows["record"] != ""]
@@ -578,33 +582,43 @@ def told(rows: pd.DataFrame, asked: Sequence[str]) -> str:
             close = close or difflib.get_close_matches(begins, heads, n=2, cutoff=0.4)
             hint = f" Did you mean {' or '.join(close)}?" if close else ""
             raise ConfigError(f"{begins}: no claim's name begins so.{hint} `quicksilver claims` prints all of them.")
-    lines = []
+    blocks: list[tuple[list[str], list[str]]] = []  # what the paper says of claims, and what is said of all of them
     for name, found in rows[rows["claim"].str.startswith(tuple(asked))].groupby("claim", sort=False):
         first = found.iloc[0]
         unit = first["unit"]
         if unit.startswith("% "):  # compared in another unit than the paper's
             low, high = (number(first, f"target_{end}") for end in ("low", "high"))
             unit = f"({'≤ ' if low is None else f'{low:.2f} to '}{high or 0:.2f}{unit})"
-        lines += [
-            f"\n{name} ({first['place']})",
-            f"  paper      {first['reported']} {unit}   “{' '.join(first['quote'].split())}”",
-        ]
-        for row in found.to_dict("records"):
-            value = " ".join(_measurement(row))
-            on = f"{value}, protocol={row['protocol']}, {row['model']} on {row['data']}" if row["model"] else value
-            said = {"measured": on, "verdict": row["verdict"], "why": row["why"], "selection": row["versus_null"]}
-            said |= {"tuned": row["tuned"] and f"{row['tuned']} (protocol=continuation, settings of table fair_trial)"}
-            said |= {"timed": row["timed"], "elsewhere": row["elsewhere"], "repeat": row["command"]}
-            said["row alone"] = row["run"] and f"quicksilver run {row['run']} records=own"
-            if " processes " in row["timed"]:
-                said["its time"] = row["command"].replace("quicksilver reproduce", "quicksilver time", 1)
-            elif not row["command"] and (shown := re.match(r"(table|figure)(\d+)\.", name)):
-                said["see"] = f"quicksilver reproduce {shown[1]} {shown[2]}"
-            said["record"] = row["record"] and f"quicksilver show {row['record'][:SHORT]}"
-            lines += [f"  {key:<10} {text}" for key, text in said.items() if text and text != "-"]
+        number_of = "" if name.endswith(".stated") else f"{first['reported']} {unit}   "
+        paper = [f"{name} ({first['place']})", f"  paper      {number_of}“{' '.join(first['quote'].split())}”"]
+        said = [line for row in found.to_dict("records") for line in _said_of(row)]
+        said += [f"  elsewhere  {first['elsewhere']}"] if first["elsewhere"] else []
+        if blocks and blocks[-1][1] == said:  # such as the words of one sentence
+            blocks[-1][0].extend(paper)
+        else:
+            blocks.append((paper, said))
+    lines = ["\n".join((*paper, *said)) for paper, said in blocks]
     if any("  record " in line for line in lines):
-        lines.append(f"\n{_OF_RECORDS}")
-    return "\n".join(lines).lstrip()
+        lines.append(_OF_RECORDS)
+    return "\n\n".join(lines)
+
+
+def _said_of(row: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of one row: what was measured, the verdict, and the commands that repeat it."""
+    value, *more = _measurement(row)
+    if value.startswith("-") and row["claim"].endswith("speedup_pct"):
+        value += " (slower)"
+    measured = " ".join((value, *more))
+    on = f"{measured}, protocol={row['protocol']}, {row['model']} on {row['data']}" if row["model"] else measured
+    said = {TUNED if row["kind"] == TUNED else "measured": on, "verdict": row["verdict"], "why": row["why"]}
+    said |= {"selection": row["versus_null"], "timed": row["timed"], "repeat": row["command"]}
+    said["row alone"] = row["run"] and f"quicksilver run {row['run']} records=own"
+    if " processes " in row["timed"]:
+        said["its time"] = row["command"].replace("quicksilver reproduce", "quicksilver time", 1)
+    elif not row["command"] and (shown := re.match(r"(table|figure)(\d+)\.", row["claim"])):
+        said["see"] = f"quicksilver reproduce {shown[1]} {shown[2]}"
+    said["record"] = row["record"] and f"quicksilver show {row['record'][:SHORT]}"
+    yield from (f"  {key:<10} {text}" for key, text in said.items() if text and text != "-")
 
 
 def standing(rows: pd.DataFrame) -> dict[str, str]:

@@ -128,7 +128,9 @@ class NamedRecord:
 
     @property
     def label(self) -> str:
-        return str(without_folders(self.record.label)) if self.record is not None else "no record"
+        if self.record is None:
+            return "no record"
+        return f"{without_folders(self.record.label)}{', the calibrating part' * (self.record.data.part == 'calibration')}"
 
     @property
     def differing(self) -> str:

@@ -40,11 +40,12 @@ class Entry(NamedTuple):
 
 
 class Board(NamedTuple):
-    """The records of one model and text, the least KL first, and what its chart shows of them. beaten: how many settings are left out, since another
-    of the same method beats them; beaten_timed: so many of these were timed."""
+    """The records of one model, text and prompt length, the least KL first, and what its chart shows of them. beaten: how many settings are left out,
+    since another of the same method beats them; beaten_timed: so many of these were timed."""
 
     model: str
     text: str
+    prompt: str
     entries: list[Entry]
     beaten: int
     beaten_timed: int
@@ -61,14 +62,14 @@ class Board(NamedTuple):
 
 
 def boards(runs: Iterable[NamedRecord]) -> list[Board]:
-    """A board for each model and text, the fullest first.
+    """A board for each model, number format, text and length of prompt and window, the fullest first.
 
-    A record is on it if it was made under protocol continuation without look-ahead, executes what it says (`compact`), saves work of the prompt
-    and has its KL to dense. Of one method those settings are shown that no other of its settings beats; of two records with the same settings the
+    A record is on it if it scores test text under protocol continuation without look-ahead, executes what it says (`compact`), saves work of the
+    prompt and has its KL to dense. Of one method those settings are shown that no other of its settings beats; of two records with the same settings the
     timed one, then the one of more windows.
     """
     far: dict[str, NamedRecord] = {}
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for run in runs:
         if (record := run.record) is None or not _counts(record, run.row):
             continue
@@ -83,9 +84,13 @@ def boards(runs: Iterable[NamedRecord]) -> list[Board]:
                 "setting": setting,
             }
             entry |= {"saved": run.row[SAVED], "cost": run.row[COST]}
-            groups.setdefault((str(without_folders(record.model.name)), text), []).append(entry)
+            made_by, protocol = record.model, record.protocol
+            prompt = f"prompts of {protocol.prompt_tokens} tokens, then {protocol.window_tokens - protocol.prompt_tokens} scored"
+            prompt += "" if made_by.dtype == "float32" else f", {made_by.dtype}"
+            key = (str(without_folders(made_by.name)), text, prompt, made_by.weights_digest, record.data.digest)
+            groups.setdefault(key, []).append(entry)
     found = []
-    for (model, text), members in groups.items():
+    for (model, text, prompt, *_), members in groups.items():
         timed = sorted(members, key=lambda one: ("prompt_speedup_pct" in one["run"].row, one["run"].record.data.windows))
         frame = pd.DataFrame({one["setting"]: one for one in timed}.values())
         own = pd.concat([front(mine["saved"], mine["cost"]) for _, mine in frame.groupby("method")]).sort_index()
@@ -93,14 +98,23 @@ def boards(runs: Iterable[NamedRecord]) -> list[Board]:
         frame = frame[own].sort_values(["cost", "saved"], ascending=[True, False], kind="stable")
         frame["front"] = front(frame["saved"], frame["cost"])
         keys = {method: _most_varied(list(mine["options"])) for method, mine in frame.groupby("method")}
+        keys |= {
+            one["method"]: [*one["options"]] for one in frame.to_dict("records") if not keys[one["method"]] and _is_foreign(one)
+        }
         entries = []
         for one in frame.to_dict("records"):
             own_options = ((key.rpartition(".")[2], one["options"].get(key)) for key in keys[one["method"]])
             said = ", ".join(f"{key}={value}" for key, value in own_options if value is not None)
             said = str(without_folders(textwrap.shorten(said, _MOST_CHARACTERS, placeholder=" …")))
             entries.append(Entry(one["run"], one["method"], said, bool(one["front"]), far.get(one["setting"])))
-        found.append(Board(model, text, entries, len(beaten), sum("prompt_speedup_pct" in row for row in beaten)))
-    return sorted(found, key=lambda board: (-len(board.entries), board.model, board.text))
+        found.append(Board(model, text, prompt, entries, len(beaten), sum("prompt_speedup_pct" in row for row in beaten)))
+    return sorted(found, key=lambda board: (-len(board.entries), board.model, board.text, board.prompt))
+
+
+def _is_foreign(entry: Mapping[str, Any]) -> bool:
+    """Whether the method is not the package's: nobody knows its defaults, so all of its options are said."""
+    modules = entry["run"].record.config["modules"].values()
+    return not all(str(one.get("_target_", "")).startswith("quicksilver.") for one in modules)
 
 
 def _most_varied(options: Sequence[Mapping[str, str]]) -> list[str]:
@@ -109,7 +123,7 @@ def _most_varied(options: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _counts(record: Record, row: Mapping[str, Any]) -> bool:
-    if record.protocol.name != "continuation" or record.execution != "compact" or record.lookahead:
+    if record.protocol.name != "continuation" or record.execution != "compact" or record.lookahead or record.data.part != "test":
         return False
     audit = record.found("audit", AuditResult)
     return row.get(COST) is not None and (row.get(SAVED) or 0.0) > 0 and not (audit is not None and audit.leaks)

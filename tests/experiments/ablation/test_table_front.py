@@ -1,11 +1,17 @@
 """Table front: its runs are those of other tables, and the columns of far recall and of texts are read from runs of their own."""
 
+from pathlib import Path
+
 import fakes
 import pytest
 
 from quicksilver.experiments.ablation import prompts, table11_ablation, table_front, table_generation
+from quicksilver.records.store import Store
 from quicksilver.report.artefacts import find
+from quicksilver.report.table import read
 from quicksilver.runs.config import compose
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize(
@@ -37,11 +43,10 @@ def test_the_figure_of_far_context_draws_the_rows_of_its_table(tmp_path) -> None
 
 def test_tuned_rows_are_the_best_chance_of_table_11() -> None:
     best = {row.key: row for row in table11_ablation.rows()}
-    front = {mechanism: budget for mechanism, (_, budget) in table_front.TUNED.items()}
-    same = [mechanism for mechanism, budget in table11_ablation.BEST.items() if front.get(mechanism) == budget]
-    assert same == ["halting", "fusion"]
-    for mechanism in same:
-        row = next(row for row in table_front.rows() if row.key == f"tuned.{mechanism}")
+    same = [one for one in table11_ablation.BEST.items() if one in table_front.TUNED]
+    assert [mechanism for mechanism, _ in same] == ["halting", "halting_prompt", "fusion"]
+    for mechanism, budget in same:
+        row = next(row for row in table_front.rows() if row.key == f"tuned.{mechanism}.{budget}")
         for model in ("reference-gpt2", "reference-llama"):
             words = [one.words([f"model={model}"]) for one in (row, best[f"best.{mechanism}"])]
             assert len({str(compose(list(each)).modules) for each in words}) == 1
@@ -62,3 +67,11 @@ def test_each_row_has_the_far_recall_and_the_texts_of_its_own_module(tmp_path) -
         assert frame.loc[key, "recall_delta_ppl_pct"] > frame.loc[key, "delta_ppl_pct"] > 0
         assert frame.loc[key, "recall_delta_ppl_pct"] == pytest.approx(100 * (2.718281828**nats - 1), rel=0.05)
     assert frame["agreement"].fillna(-1).to_dict() == {"position": -1, "40": 25}
+
+
+def test_a_record_knows_whether_it_acted_on_scored_tokens() -> None:
+    """By its operations alone: the paper's thresholds halt a few scored tokens, all others here act in the prompt."""
+    rows = read(ROOT / "results" / "tables" / "table_front.json").entries
+    store = Store(ROOT / "results")
+    acts = {row["key"]: store.get(str(row["record"])).acts_on_scored for row in rows if row["panel"] == table_front.PANEL}
+    assert [key for key, found in acts.items() if found] == ["isolated.halting", "tuned.halting.15", "cumulative.quantization"]

@@ -1,5 +1,6 @@
 """The claims ledger: what records answer is judged, and what nothing answers says why. No model is run here."""
 
+import re
 from pathlib import Path
 
 import fakes
@@ -15,12 +16,14 @@ from quicksilver.report.claims.ledger import (
     CONTRADICTIONS,
     SETTING,
     STATEMENT,
+    TUNED,
     AnsweredBy,
     Source,
     Statement,
     frame,
     ledger,
     standing,
+    told,
 )
 from quicksilver.report.claims.reported import Estimate, contradictions, reported
 from quicksilver.runtime.errors import ConfigError
@@ -273,10 +276,24 @@ def test_the_verdict_on_a_tuned_setting_stands_beside_and_is_not_counted(tmp_pat
     tuned = source(tmp_path, answers=answers, named=None, saved=0.25, per_token=0.003)
     found = frame([source(tmp_path, saved=0.05, per_token=0.003), tuned])
     assert standing(found) == standing(plain)
-    (said,) = found.loc[found["claim"] == claim, "tuned"]
+    of_claim = found[found["claim"] == claim].set_index("kind")
+    assert list(of_claim.index) == ["claim", TUNED]
+    said = of_claim.loc["claim", "tuned"]
     assert said.startswith("reproduced: 25.")
     alone = frame([tuned])
-    assert alone.loc[alone["claim"] == claim, ["verdict", "tuned"]].to_numpy().tolist() == [["not measured", said]]
+    rows = alone.loc[alone["claim"] == claim, ["kind", "verdict", "tuned"]]
+    assert rows.to_numpy().tolist() == [["claim", "not measured", said], [TUNED, "reproduced", ""]]
+    assert not any(panel.key == TUNED for panel in ledger([tuned]).panels)
+    shown = told(found, [claim])
+    assert shown.count("  row alone  quicksilver run ") == 2
+    assert re.search(r"\n  tuned      25\.\d%.*, protocol=all, .*\n  verdict    reproduced\n", shown)
+
+
+def test_claims_of_which_the_same_is_said_are_told_together(tmp_path):
+    shown = told(frame([source(tmp_path)]), ["table5.halting"])
+    assert shown.count("a layer or a number of one sentence") == 1
+    assert shown.count('“"to": halted @ layer 20”') == 1
+    assert "≥ 0" not in shown
 
 
 @pytest.mark.parametrize(("share", "beyond", "verdict"), [

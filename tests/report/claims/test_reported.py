@@ -190,9 +190,8 @@ def test_a_committed_time_names_its_processes_and_their_machine():
     assert "  its time   quicksilver time table 11" in said
     alone = re.findall(r"^  row alone  quicksilver run (.*) records=own$", said, re.M)
     assert {compose(shlex.split(one)).protocol.name for one in alone} == {"all", "continuation"}
-    assert re.search(
-        r"^  tuned      not reproduced: \S+; not reproduced: \S+ in the prompt only \(protocol=continuation", said, re.M
-    )
+    assert re.search(r"^  tuned      [\d.]+% \[.*\], protocol=continuation, .*\n  verdict    not reproduced$", said, re.M)
+    assert "is not reproduced; in the prompt only" in said
 
 
 def test_a_claim_that_is_not_judged_names_the_table_that_shows_it():

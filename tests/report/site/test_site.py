@@ -301,7 +301,7 @@ def test_vector_graphics_are_shown_where_they_were_written(copy):
 
 # --- the leaderboard --------------------------------------------------------------------------------------------------------------
 def test_a_board_has_of_each_method_what_no_other_setting_beats_with_its_far_context(records):
-    def run(text: str, method: str, saved: float, kl: float, **other: Any) -> NamedRecord:
+    def run(text: str, method: str, saved: float, kl: float, part: str = "test", **other: Any) -> NamedRecord:
         real = records["share"]
         told = {
             "protocol": real.protocol,
@@ -312,7 +312,8 @@ def test_a_board_has_of_each_method_what_no_other_setting_beats_with_its_far_con
             "found": lambda name, result: None,
         } | other
         model = SimpleNamespace(name="m", weights_digest="w", dtype="float32")
-        record = SimpleNamespace(data=SimpleNamespace(name=text, windows=8), model=model, **told)
+        data = SimpleNamespace(name=text, windows=8, part=part, digest="d")
+        record = SimpleNamespace(data=data, model=model, **told)
         return NamedRecord("0" * 20, record, [], row={"prompt_executed_flops_saved_pct": saved, "kl_nats": kl})
 
     best, worse, other = run("docs", "a", 40, 0.1), run("docs", "a", 30, 0.2), run("docs", "b", 20, 0.3)
@@ -326,13 +327,23 @@ def test_a_board_has_of_each_method_what_no_other_setting_beats_with_its_far_con
     best.row = {**best.row, "prompt_speedup_pct": 1.0}
     leak = AuditResult(5.0, 10.0, 3, [1, 2, 3])
     sees = run("docs", "e", 90, 0.0, found=lambda name, result: leak if name == "audit" else None)
-    (board,) = boards([sees, again, worse, other, far, best, cheap, nothing, masked, everywhere])
+    searched = run("docs", "f", 90, 0.0, part="calibration")
+    real = records["share"].protocol
+    shorter = run("docs", "a", 95, 0.0, protocol=dataclasses.replace(real, prompt_tokens=real.prompt_tokens - 8))
+    board, other_prompt = boards([sees, again, worse, other, far, best, cheap, nothing, masked, everywhere, searched, shorter])
     assert (board.model, board.text) == ("m", "docs")
-    rows = [(cheap, "b", "save=10", True, None), (best, "a", "", True, far), (other, "b", "save=20", False, None)]
+    assert [entry.run for entry in other_prompt.entries] == [shorter]
+    assert board.prompt != other_prompt.prompt
+    rows = [(cheap, "b", "save=10", True, None), (best, "a", "save=40, kind=k", True, far), (other, "b", "save=20", False, None)]
     assert board.entries == rows
     assert (board.beaten, board.beaten_timed) == (1, 0)
     assert board.entries[1].time == "+1.0"
-    said = {"method": ["b save=10", "a", "b save=20"], "saved": [10, 40, 20], "kl": [1, 10, 30], "front": [True, True, False]}
+    said = {
+        "method": ["b save=10", "a save=40, kind=k", "b save=20"],
+        "saved": [10, 40, 20],
+        "kl": [1, 10, 30],
+        "front": [True, True, False],
+    }
     assert board.chart == said
 
 
@@ -352,7 +363,7 @@ def test_an_added_record_is_on_the_leaderboard_of_whoever_has_the_repository(cop
     assert records["signal.random"].fingerprint not in page
     assert added.environment.cpu in page
     assert console.main(["dev", "keep", "add=[0123456789]", f"results_dir={copy}"]) == 2
-    assert "0123456789" in capsys.readouterr().err
+    assert f"cp -r FOLDER/results/runs/0123456789 {copy / 'runs'}/" in capsys.readouterr().err
 
 
 # --- what is missing --------------------------------------------------------------------------------------------------------------

@@ -134,7 +134,11 @@ def _print_plan(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequ
     launcher = launcher_name(settings)
     workers = 1 if launcher in HERE else workers_of(settings, asked.workers)  # those here share what was measured
     options = [label for label, config in configs.items() if id(config) in unmade]
-    print(table(estimates(left, differing=options), not_here(left), workers))
+    elsewhere = launcher not in HERE or any(config.model.device_map != "cpu" for config in left)
+    if left or len(configs) == len(swept):
+        print(table(estimates(left, differing=options), not_here(left), workers, elsewhere))
+    else:
+        print("Nothing would run: what has no record is refused (above).")
     return 2 if len(configs) < len(swept) else 0
 
 
@@ -308,9 +312,10 @@ def _make(board: Board, composed: Composed, asked: SweepOptions, settings: DictC
     workers = min(sweep.manifest.workers, parts)
     if workers < sweep.manifest.workers:
         _err(
-            f"workers={sweep.manifest.workers}: the runs have {parts} block{'s' * (parts > 1)} of windows, so {workers} start{'s' * (workers == 1)}."
+            f"workers={sweep.manifest.workers}: there is work for {workers} (a worker takes a run, or 32 windows of one), so {workers} start{'s' * (workers == 1)}."
         )
     backwards = [run for run in reversed(runs) if run.number in wanted]  # the last is open longest
+    sweep.forget_dead_workers()  # of an earlier command
     worker = Worker(str(sweep.store.root.absolute()), sweep.manifest.name, tuple(wanted), asked.shard)
     try:
         with _watched(board):

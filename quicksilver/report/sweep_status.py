@@ -123,7 +123,7 @@ class Board:
             last = textwrap.wrap(line[-1], max(20, (width or 200) - left)) or [""]
             said.append("  ".join((*cells, last[0])).rstrip())
             said += [" " * left + more for more in last[1:]]
-        return "\n".join((*said, *_same(rows)))
+        return "\n".join((*said, *_notes(rows)))
 
     def changed(self) -> None:
         """Something did: the page is written anew, now or by a later `catch_up`."""
@@ -157,7 +157,14 @@ class Board:
             "pages": {row["number"]: self._page(row) for row in rows},
         }
         return page.render(
-            sweep=self.sweep.manifest, cell=cell, ticks=_ticks, about=_about, now=now, points=_points(rows), **shown
+            sweep=self.sweep.manifest,
+            cell=cell,
+            ticks=_ticks,
+            about=_about,
+            now=now,
+            points=_points(rows),
+            notes=_notes(rows),
+            **shown,
         )
 
     def _page(self, row: Mapping[str, Any]) -> str | None:
@@ -206,18 +213,22 @@ def _about(row: Mapping[str, Any]) -> str:
     return str(row["error"] or (row["fingerprint"] if row["state"] == "done" else row["where"]) or "")
 
 
-def _same(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each group of runs that found the same to the last digit: what differs between them changed nothing."""
+def _notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Which runs also act on scored tokens; and a line for each group of runs that found the same to the last digit."""
+    acting = [str(row["number"]) for row in rows if row.get("acts_on_scored")]
+    which = f"Run {acting[0]} acts" if len(acting) == 1 else f"Runs {', '.join(acting)} act"
+    said = (
+        [f"{which} on scored tokens too: perplexity pays for both. `quicksilver show` names an option against it."]
+        if acting
+        else []
+    )
     found: dict[tuple[float, ...], list[str]] = {}
     for row in rows:
         if "kl_nats" in row:
             measured = tuple(row.get(key, math.nan) for key in ("ppl", "kl_nats", "executed_flops_saved_pct"))
             found.setdefault(measured, []).append(str(row["number"]))
-    return [
-        f"Runs {', '.join(runs)} found the same: what differs between them changed nothing."
-        for runs in found.values()
-        if len(runs) > 1
-    ]
+    same = [", ".join(runs) for runs in found.values() if len(runs) > 1]
+    return [*said, *(f"Runs {runs} found the same: what differs between them changed nothing." for runs in same)]
 
 
 def _points(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -247,6 +258,7 @@ def numbers(record: Record, interval: bool = True) -> dict[str, Any]:
         row["delta_ppl_pct"] = 100 * (record.quality.ppl / record.dense.ppl - 1)
         for of in ("", "prompt_"):
             row[f"{of}executed_flops_saved_pct"] = record.flops_saved_pct(f"{of}executed")
+        row["acts_on_scored"] = record.acts_on_scored or None
         if record.data.windows >= MIN_WINDOWS and not interval:
             row[LATER] = True
         elif record.data.windows >= MIN_WINDOWS:

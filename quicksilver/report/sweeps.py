@@ -292,7 +292,8 @@ BUDGET_LEGEND = (
     "asked, reached: percent of dense FLOPs saved, or of perplexity added. The dial was set on calibration data alone "
     "and did not change afterwards. Thresholds given as percentiles keep the numbers that they had on that text.",
     "KL × 100: from the dense model's next-token distribution to the run's, in hundredths of a nat a token. Δ: of perplexity on the same "
-    "windows, with its 95% interval. vs random: better, worse or same, against the same counts, on random tokens.",
+    "windows, with its 95% interval. null: the same counts, on random tokens. vs random: perplexity against it, "
+    "paired by window. It is better or worse where the interval excludes 0 and the p value, adjusted over all rows, is at most 5%; else same.",
     "kept: whether the budget holds; `inconclusive` where the interval of a cost contains the limit.",
 )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -189,7 +189,9 @@ def searched(overrides: Sequence[str]) -> tuple[list[Path], list[str]]:
         if not word.startswith("hydra.searchpath="):
             rest.append(word)
             continue
-        value = parsed(word).value()
+        value: Any = None
+        with suppress(HydraException):
+            value = parsed(word).value()
         for place in value if isinstance(value, list) else [value]:
             folder = Path(str(place).removeprefix("file://"))
             if not isinstance(value, list) or "://" in str(folder) or not folder.is_dir():

@@ -303,8 +303,12 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def table(found: Sequence[Estimate], absent: Sequence[str] = (), workers: int = 1) -> str:
-    """One line a run and their sum, for a terminal; absent: what is `not_here`; workers: how many will make them."""
+_ELSEWHERE = "on this machine's processor: the speed of a GPU or of other machines, and their start, is not known here"
+
+
+def table(found: Sequence[Estimate], absent: Sequence[str] = (), workers: int = 1, elsewhere: bool = False) -> str:
+    """One line a run and their sum, for a terminal; absent: what is `not_here`; workers: how many will make them; elsewhere: on other hardware
+    than this processor, whose speed is all that is known."""
     if not found:
         return "Every run has its record: nothing would run."
     room = (shutil.get_terminal_size().columns if sys.stdout.isatty() else 150) - 40
@@ -318,7 +322,7 @@ def table(found: Sequence[Estimate], absent: Sequence[str] = (), workers: int = 
     memory, disk, here = max(one.memory_bytes for one in found), sum(one.disk_bytes for one in found), memory_bytes()
     lines.append(
         f"{len(found)} run{'s' * (len(found) > 1)}: about {duration(3600 * _hours(found))}{shared} "
-        "(speed measured now; other work on the machine makes it longer), "
+        f"({_ELSEWHERE if elsewhere else 'speed measured now; other work on the machine makes it longer'}), "
         f"{gibibytes(memory)} of memory, at most {gibibytes(disk)} of records on disk. Weights: {gibibytes(max(one.weights_bytes for one in found))}."
     )
     lines.append(f"If a run is killed, at most {duration(max(one.block_seconds for one in found))} of its work are lost.")

@@ -104,6 +104,7 @@ SWEEPS = [
     ("results_dir=a,b", "one results folder"),
     ("--config-dir=/not/there", "there is no such folder"),
     ("hydra.searchpath=[file:///not/there]", "takes a list of folders that are there"),
+    ("hydra.searchpath=[", "takes a list of folders that are there"),
     ("model.path=/not/there", "there is no folder"),
 ]
 OPTUNA = [

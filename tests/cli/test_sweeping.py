@@ -374,7 +374,26 @@ def test_no_more_workers_start_than_there_are_blocks(words, monkeypatch, capsys)
     asked = [*words, "seed=0,1", "measure=sweep", "dataset.windows=40", "protocol.batch_size=4", "hydra/launcher=joblib"]
     assert sweep(*asked, "workers=9", "shard=true") == 0
     assert launched == [(4, True)]
-    assert "workers=9: the runs have 4 blocks of windows, so 4 start." in capsys.readouterr().err
+    assert "workers=9: there is work for 4 (a worker takes a run, or 32 windows of one), so 4 start." in capsys.readouterr().err
+
+
+def test_workers_that_died_in_an_earlier_command_are_not_said_to_have_died_in_this_one(words, results, monkeypatch, capsys):
+    monkeypatch.setattr(sweeping, "launch", lambda *_: None)
+    asked = [*words, "seed=0,1", "measure=sweep", "hydra/launcher=joblib", "workers=2", "name=earlier", f"results_dir={results}"]
+    assert sweep(*asked) == 0
+    there = Sweep.load(results, "earlier")
+    with there.at_work():
+        living = next((there.folder / "at_work").iterdir())
+        (living.parent / "1-dead.lock").write_text(json.dumps(json.loads(living.read_text()) | {"process_started": "0"}))
+    capsys.readouterr()
+    assert sweep(*asked) == 0
+    assert "workers died," not in capsys.readouterr().err
+
+
+def test_a_plan_of_refused_runs_does_not_say_that_they_have_their_records(results, capsys):
+    asked = ["modules=[static_depth]", "modules.static_exit.depth=0.5,0.6", "plan=true", f"results_dir={results}"]
+    assert sweep(*asked) == 2
+    assert capsys.readouterr().out == "Nothing would run: what has no record is refused (above).\n"
 
 
 # --- what is refused before anything starts ------------------------------------------------------------------------------------------

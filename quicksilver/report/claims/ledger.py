@@ -404,9 +404,8 @@ def _rows(claim: _Claim, sources: Sequence[Source]) -> list[dict[str, Any]]:
     rows, reasons = _answered(claim, answers)
     tuned = [(answer.note, row) for source, answer in given if answer.tuned for row in _answered(claim, [(source, answer)])[0]]
     base["tuned"] = "; ".join(f"{row['verdict']}: {_measurement(base | row)[0]} {note}".rstrip() for note, row in tuned)
-    of_tuned = dict(
-        kind=TUNED, panel=TUNED, tuned="", versus_null=""
-    )  # not judged against chance: no more tests than the tables have
+    # Tuned rows are not judged against chance: the ledger has no more tests than the tables.
+    of_tuned = dict(kind=TUNED, panel=TUNED, tuned="", versus_null="")
     own = [base | row for row in rows or [_not_judged(claim, answers, reasons)]]
     return own + [{name: value for name, value in (base | row | of_tuned).items() if name != "versus_null_p"} for _, row in tuned]
 

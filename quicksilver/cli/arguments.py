@@ -75,7 +75,7 @@ class Command(Options):
         """
         own, given = cls.own_keys(), dict[str, Any]()
         names, overrides = list[str](), list[str]()
-        for word in _searching(words) if cls.takes == "run" else words:
+        for word in searching(words) if cls.takes == "run" else words:
             name, equals, _ = word.partition("=")
             if name.removeprefix("--") in own and name.startswith("--"):
                 raise ConfigError(f"{word}: write {name.removeprefix('--')}=VALUE.")
@@ -175,8 +175,8 @@ def first_part(name: str) -> str:
     return re.split(r"[./@:=]", name.lstrip("+~"))[0]
 
 
-def _searching(words: Sequence[str]) -> list[str]:
-    """The words, with `--config-dir FOLDER` as Hydra's key for it, which each run is composed with.
+def searching(words: Sequence[str]) -> list[str]:
+    """The words, with each `--config-dir FOLDER` as Hydra's key for it, which a run is composed with.
 
     Raises:
         ConfigError: there is no such folder.

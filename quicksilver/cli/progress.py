@@ -186,7 +186,7 @@ def summary(record: Record) -> str:
     saved_pct, kl = record.flops_saved_pct("nominal"), quality.kl_nats
     if record.dense is not None and quality.ppl == record.dense.ppl and saved_pct == 0:
         lines.append("  care         nothing was decided: perplexity and operations are exactly those of dense inference.")
-    elif saved_pct is not None and 0 <= saved_pct < 0.05 and kl is not None and kl < 0.001:
+    elif saved_pct is not None and 0 <= saved_pct < 0.5 and kl is not None and kl < 0.001:
         lines.append(
             "  care         hardly anything was decided: nearly the result of dense inference. Sweep the option that decides."
         )

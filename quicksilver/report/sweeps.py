@@ -307,7 +307,7 @@ def budget_table(fits: Sequence[tuple[Fit, Mapping[str, tuple[Record, Record]]]]
     outcomes, asked, panels = [], [], []
     for fit, later in fits:
         dial, budget = fit.dial, fit.budget
-        key, setting = f"{dial.name} {budget.slug}", f"{_short(dial.keys[0])}={dial.text(fit.chosen.value)}"
+        key, setting = f"{dial.name} {budget.slug}", dial.said(fit.chosen.value)
         members = []
         for text, (record, dense) in {"calibrating": (fit.chosen.record, fit.chosen.dense), **later}.items():
             members.append(Outcome(Row(key, "", text, text, dial.at(fit.chosen.value)), record, dense))
@@ -331,7 +331,7 @@ def budget_table(fits: Sequence[tuple[Fit, Mapping[str, tuple[Record, Record]]]]
 
 BUDGET_COLUMNS = (
     Column("", "text", "{technique}", align="left"),
-    Column("", "dial", "{dial}", align="left"),
+    Column("", "setting", lambda row: tuple(str(row["dial"]).split(", ")), align="left"),
     Column("budget, %", "asked", "{asked_pct:g}"),
     Column("budget, %", "reached", "{reached_pct:+.2f}"),
     Column("budget, %", "kept", "{kept}"),

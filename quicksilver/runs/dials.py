@@ -68,6 +68,11 @@ class Dial:
         """The run with the dial at `value`."""
         return (*self.overrides, *(f"{key}={self.text(value)}" for key in self.keys))
 
+    def said(self, value: float) -> str:
+        """Every option that the run has then, those of its grid too: `start=0.1, halted_share=0.29`."""
+        options = (word.partition("=") for word in self.at(value) if word.startswith("modules."))
+        return ", ".join(f"{key.rpartition('.')[2]}={given}" for key, _, given in options)
+
     def text(self, value: float) -> str:
         """The value as a configuration has it."""
         return f"p{value:.4g}" if self.percentile else f"{value:.4g}"
@@ -272,7 +277,7 @@ def freeze(found: Fit, folder: Path | str, *, context: RunContext | None = None)
                 entry["calibration"] = str(folder / f"{name}.calibration.json")
                 module.calibration.save(entry["calibration"])
         said = (
-            f"# @package modules\n# To {found.budget}: {found.dial.keys[0]}={found.dial.text(found.chosen.value)} {found.budget.kind}s "
+            f"# @package modules\n# To {found.budget}: {found.dial.said(found.chosen.value)} {found.budget.kind}s "
             f"{found.chosen.reached:.2f}% on the calibrating\n# part of {found.config.dataset.name} with {found.config.model.name}, record "
             f"{found.chosen.record.fingerprint}.\n"
         )

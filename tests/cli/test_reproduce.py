@@ -162,7 +162,7 @@ def test_when_everything_fails_there_is_no_table(harness, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("what", [["table", "11"], ["all"]])
+@pytest.mark.parametrize("what", first([["table", "11"], ["all"]]))
 def test_a_model_that_cannot_be_had_is_one_message(harness, what, monkeypatch, capsys):
     def refuse(configs, context=None):
         raise ConfigError("gpt2-large: the hub cannot be reached. Without a network: model=reference-gpt2.")

@@ -294,6 +294,16 @@ def test_all_processes_that_share_a_run_are_named(sweep_folder, capsys):
     assert f"{shared}: {lease.host_name()}, process" in said
 
 
+def test_the_page_reads_a_sweep_with_pandas(made):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "sweeps-and-budgets.md").read_text(encoding="utf-8")
+    source = page.partition("```python\n")[2].partition("```")[0]
+    source = source.replace("results/sweeps/thresholds", f"{made[0]}/sweeps/depths").replace('"results"', repr(str(made[0])))
+    names: dict = {}
+    exec(source.replace('"prompt_', '"').replace('"dense_prompt_', '"dense_'), names)
+    assert list(names["runs"]["number"]) == [1, 2, 3]
+    assert names["saved_pct"].gt(0).all()
+
+
 def test_only_processes_that_live_are_at_work(sweep_folder):
     there = Sweep.load(sweep_folder.parents[1], "depths")
     dead = sweep_folder / "at_work" / "1-dead.lock"
@@ -424,13 +434,15 @@ def test_a_sweep_that_runs_already_is_refused(words, results, nothing_runs, refu
     held.release()
 
 
-@pytest.mark.parametrize("way", ["--config-dir={}", "hydra.searchpath=[file://{}]"])
+@pytest.mark.parametrize(
+    "way", ["--config-dir={0}", "hydra.searchpath=[file://{0}]", "--config-dir={0}/dataset --config-dir={0}"]
+)
 def test_a_list_of_datasets_may_have_one_s_own(words, tmp_path, capsys, way):
     text = next(word.split("=")[1] for word in words if word.startswith("dataset.files.test="))
     (tmp_path / "mine" / "dataset").mkdir(parents=True)
     mine = f"name: my-own\nreader: text\nform: raw\nfiles: {{test: {text}}}\n"
     (tmp_path / "mine" / "dataset" / "my-own.yaml").write_text(mine)
-    assert sweep(*words, "dataset=file,my-own", "plan=true", way.format(tmp_path / "mine")) == 0
+    assert sweep(*words, "dataset=file,my-own", "plan=true", *way.format(tmp_path / "mine").split()) == 0
     assert "| my-own |" in (said := capsys.readouterr().out)
     assert "2 runs" in said
 

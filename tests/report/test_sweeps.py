@@ -334,7 +334,7 @@ def test_what_the_page_shows_is_what_there_is(made):
     there = config_dir()
     assert experiment == yaml.safe_load((there / "experiment" / "d3_fusion.yaml").read_text(encoding="utf-8"))
     assert dial == yaml.safe_load((there / "budget" / "halting_attention.yaml").read_text(encoding="utf-8"))
-    (source,) = blocks["python"]
+    _, source = blocks["python"]  # the first is run by tests/cli/test_sweeping.py
     names: dict = {}
     exec(compile(source, str(page), "exec"), names)
     outcomes = [one for one in made["table", "calibrations"][0] if one.row.panel == "d3_fusion"]

@@ -184,6 +184,12 @@ def test_a_command_finds_a_module_in_a_folder_of_ones_own(tmp_path, monkeypatch)
         assert compose(command.overrides).modules["half"]["depth"] == 0.5
 
 
+def test_a_setting_is_said_with_the_options_of_its_grid():
+    dial = load_dial("one_shot_halting")
+    assert {one.said(0.2) for one in dial.settings()} >= {"start=0, halted_share=0.2", "start=0.55, halted_share=0.2"}
+    assert load_dial("halting_drift").said(25) == "tau_entropy=null, tau_drift=p25"
+
+
 # --- quicksilver budget ---------------------------------------------------------------------------------------------------------
 def test_the_command_sets_freezes_and_reports(world, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(dials_module, "load_dial", lambda name: SHARE)

@@ -57,7 +57,7 @@ class Keep(ResultsFolder):
         for name in self.add or ():
             if not any(one.startswith(name) for one in store.folders()):
                 raise ConfigError(
-                    f"{name}: {store.runs} has no such run. Copy it there: cp -r FOLDER/results/runs/{name} {store.runs}/"
+                    f"{name}: {store.runs} has no such run. Copy it there: mkdir -p {store.runs} && cp -r FOLDER/results/runs/{name} {store.runs}/"
                 )
         new = [*map(store.named, self.add or ())]
         added = sorted({*read_object(root / KEPT / ADDED).get("records", ()), *new})

@@ -29,7 +29,7 @@ class $Class(TokenPolicy):
 
     Args:
         share: halt where the norm of the update is below this share of the state's norm.
-        causal: False: act in the prompt only. True: on scored and generated tokens too, which this rule may, as it never looks ahead.
+        causal: False: act in the prompt only. True: on scored and generated tokens too, for a rule that never looks ahead.
     """
 
     share: float = 0.16

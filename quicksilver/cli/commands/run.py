@@ -12,7 +12,7 @@ from typing import ClassVar, NoReturn
 
 from hydra._internal.utils import get_args_parser
 
-from quicksilver.cli.arguments import Command, SweepOptions
+from quicksilver.cli.arguments import Command, SweepOptions, searching
 from quicksilver.cli.main import help_of, say
 from quicksilver.cli.progress import needing
 from quicksilver.runs.composing import hydra_started, quoted, searched, with_settings
@@ -49,13 +49,11 @@ class Run(SweepOptions):
             raise ConfigError(f"{error}{_how_to_sweep(self.overrides, str(error))}") from error
 
     def _answer(self) -> int:
-        given = _options(self.overrides)
-        given.overrides = overrides = quoted(given.overrides)
-        folders, of_runs = searched(overrides)
-        extra_dirs = [*([Path(given.config_dir).absolute()] if given.config_dir else []), *folders]
+        given = _options(searching(self.overrides))
+        extra_dirs, overrides = searched(quoted(given.overrides))
+        given.overrides = overrides
         if any(getattr(given, name) for name in _ANSWERED_BY_HYDRA):
             return _ask_hydra(given, extra_dirs)
-        overrides = of_runs
         if given.multirun or self.plan or any(word.startswith(_MAY_SWEEP) for word in overrides):
             from quicksilver.cli import sweeping
 

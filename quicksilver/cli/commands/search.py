@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -97,8 +98,9 @@ class Budget(Command):
                 dials.note(found, Path(self.output))
             reports.append((found, self._later(found, yaml, context)))
             protocol = f"protocol={found.config.protocol.name}"
-            print(f"To {budget}: {dial.keys[0]}={dial.text(found.chosen.value)}, written to {yaml}. To use it:")
-            print(f"  quicksilver run --config-dir {results / 'budget'} modules=[{yaml.stem}] {protocol}\n")
+            print(f"To {budget}: {found.dial.said(found.chosen.value)}, written to {yaml}. To use it:")
+            print(f"  quicksilver run --config-dir {results / 'budget'} modules=[{yaml.stem}] {protocol}")
+            print(f"or add to a command of your own: {shlex.join(dials.frozen_overrides(found, yaml))}\n")
         if reports:
             config = reports[0][0].config
             other = (config.model.name, config.dataset.name) != (default.model.name, default.dataset.name)

@@ -72,8 +72,9 @@ class Keep(ResultsFolder):
             for fingerprint in read(path).records:
                 wanted.setdefault(fingerprint, set()).update(reads.get(name.removesuffix(LOCAL_SUFFIX).split("-")[0], ()))
         pictures = {name: read(written[name]).pictures for name in mine}
+        remembered = RecordIndex(root)  # what the repository has of it is about to be replaced, too
         kept = commit_records(store, wanted)
-        index = json.dumps(RecordIndex(root).index(), indent=1) + "\n"
+        index = json.dumps(remembered.index(), indent=1) + "\n"
         more = {ADDED: (json.dumps({"records": added}, indent=1) + "\n").encode()} if added else {}
         write_files((root / INDEX).parent, {(root / INDEX).name: index.encode(), **more})
         for name in mine:

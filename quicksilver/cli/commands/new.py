@@ -42,6 +42,7 @@ class $Class(TokenPolicy):
         return layer >= self.first_layer
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
+        # M falls as tokens halt. To compare with the layer before, keep numbers by view.index (docs/adding-a-module.md).
         update = (view.after - view.before).norm(dim=-1)  # (B, M)
         tokens.halt(tokens.active & (update < self.share * view.after.norm(dim=-1)), missing_kv="drop")
 '''

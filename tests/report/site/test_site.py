@@ -36,6 +36,7 @@ from quicksilver.report.site.pages import Site, cell_lines, make, of_paper, pros
 from quicksilver.report.site.views import token_views
 from quicksilver.report.table import Heading, Panel, PrintedPanel, Table, read, without_folders
 from quicksilver.runs.config import compose
+from quicksilver.runs.jobs import RecordIndex
 from quicksilver.runs.run import ensure
 from quicksilver.runtime.trace import Trace
 
@@ -354,6 +355,12 @@ def test_an_added_record_is_on_the_leaderboard_of_whoever_has_the_repository(cop
     added = records["share"]
     assert console.main(["dev", "keep", f"add=[{added.fingerprint}]", f"results_dir={copy}"]) == 0
     assert f"added {added.fingerprint}: {added.label}" in capsys.readouterr().out
+    index = copy / "records" / "answers.json"
+    index.write_text(
+        json.dumps(remembered := RecordIndex(copy).index() | {"answers": {"row": {"fingerprint": added.fingerprint}}})
+    )
+    assert console.main(["dev", "keep", f"add=[{added.fingerprint}]", f"results_dir={copy}"]) == 0
+    assert json.loads(index.read_text())["answers"].items() >= remembered["answers"].items()
     assert console.main(["dev", "keep", f"results_dir={copy}"]) == 0  # it stays
     assert json.loads((copy / "records" / "added.json").read_text()) == {"records": [added.fingerprint]}
     shutil.rmtree(copy / "runs")

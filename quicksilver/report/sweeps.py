@@ -331,7 +331,7 @@ def budget_table(fits: Sequence[tuple[Fit, Mapping[str, tuple[Record, Record]]]]
 
 BUDGET_COLUMNS = (
     Column("", "text", "{technique}", align="left"),
-    Column("", "setting", lambda row: tuple(str(row["dial"]).split(", ")), align="left"),
+    Column("", "setting", lambda row: tuple(re.split(r", (?=\w+=)", str(row["dial"]))), align="left"),
     Column("budget, %", "asked", "{asked_pct:g}"),
     Column("budget, %", "reached", "{reached_pct:+.2f}"),
     Column("budget, %", "kept", "{kept}"),

@@ -10,6 +10,7 @@ from harness_world import make_text
 from quicksilver.cli import main as console
 from quicksilver.cli.commands.search import Budget as BudgetCommand
 from quicksilver.modules.calibration import Calibration
+from quicksilver.report.sweeps import BUDGET_COLUMNS
 from quicksilver.runs import dials as dials_module
 from quicksilver.runs.choices import choices
 from quicksilver.runs.config import compose
@@ -187,6 +188,9 @@ def test_a_command_finds_a_module_in_a_folder_of_ones_own(tmp_path, monkeypatch)
 def test_a_setting_is_said_with_the_options_of_its_grid():
     dial = load_dial("one_shot_halting")
     assert {one.said(0.2) for one in dial.settings()} >= {"start=0, halted_share=0.2", "start=0.55, halted_share=0.2"}
+    layers = next(load_dial("prompt_pruning").settings())
+    setting = next(column for column in BUDGET_COLUMNS if column.header == "setting")
+    assert setting.cell({"dial": layers.said(0.6)}) == ("layers=[0.2, 0.5, 0.75]", "kept=0.6")
     assert load_dial("halting_drift").said(25) == "tau_entropy=null, tau_drift=p25"
 
 

@@ -154,6 +154,7 @@ def summary(record: Record) -> str:
     from quicksilver.measure.deployment import DeploymentResult
     from quicksilver.measure.energy import EmissionsResult, EnergyResult
     from quicksilver.measure.latency import DevicesResult
+    from quicksilver.measure.memory import MemoryResult
     from quicksilver.measure.task import TaskResult
 
     data, quality = record.data, record.quality
@@ -170,7 +171,7 @@ def summary(record: Record) -> str:
     if record.dense is not None:
         lines += _against_dense(record)
     results: dict[str, type[Result]] = {
-        "audit": AuditResult, "task": TaskResult, "emissions": EmissionsResult, "components": ComponentsResult, "energy": EnergyResult,
+        "audit": AuditResult, "task": TaskResult, "memory": MemoryResult, "emissions": EmissionsResult, "components": ComponentsResult, "energy": EnergyResult,
         "deployment": DeploymentResult, "devices": DevicesResult,
     }  # fmt: skip
     lines += [f"  {name:<12} {found.line()}" for name, result in results.items() if (found := record.found(name, result))]
@@ -248,8 +249,7 @@ def _difference(name: str, column: str, record: Record) -> str:
 
 def _versus_null(record: Record) -> Iterator[str]:
     """Whether the choice of tokens was better than chance, by perplexity and by KL; nothing where there are too few windows."""
-    from quicksilver.records.stats import MIN_WINDOWS, bootstrap, mean, paired_records
-    from quicksilver.report.table import signed
+    from quicksilver.records.stats import MIN_WINDOWS
 
     frame = record.windows
     if len(frame) < MIN_WINDOWS:
@@ -258,12 +258,32 @@ def _versus_null(record: Record) -> Iterator[str]:
         yield "  to its null  equal: both chose the same tokens, so this null tells nothing"
         return
 
+    yield from _versus("to its null", record, record, "null_")
+
+
+def _versus(name: str, record: Record, other: Record, column: str = "") -> Iterator[str]:
+    """Perplexity and KL of a record against another's on the same windows; column: what the other's columns begin with."""
+    from quicksilver.records.stats import bootstrap, mean, paired_records, pairs_of
+    from quicksilver.report.table import signed
+
     def said(low: float, high: float) -> str:
         return "better" if high < 0 else "worse" if low > 0 else "no difference beyond chance"
 
-    paired = paired_records(record, record, baseline_column="null_nll_nats")
+    paired = paired_records(record, other, baseline_column=f"{column}nll_nats")
     low, high = paired.relative_pct_low, paired.relative_pct_high
-    yield f"  to its null  {signed(paired.relative_pct, 2)}% perplexity [{signed(low, 2)}, {signed(high, 2)}]: {said(low, high)}"
-    if "null_kl_nats" in frame:
-        kl = bootstrap(mean, frame["kl_nats"] - frame["null_kl_nats"])
-        yield f"               {kl.value:+.3g} KL [{kl.low:+.3g}, {kl.high:+.3g}]: {said(kl.low, kl.high)}"
+    yield f"  {name:<12} {signed(paired.relative_pct, 2)}% perplexity [{signed(low, 2)}, {signed(high, 2)}]: {said(low, high)}"
+    if "kl_nats" in record.windows and f"{column}kl_nats" in other.windows:
+        ours, _, theirs, _ = pairs_of(record, other, "kl_nats", f"{column}kl_nats")
+        kl = bootstrap(mean, ours - theirs)
+        yield f"  {'':<12} {kl.value:+.3g} KL [{kl.low:+.3g}, {kl.high:+.3g}]: {said(kl.low, kl.high)}"
+
+
+def beside(record: Record, other: Record) -> str:
+    """A record against another one of the same text and protocol, window by window.
+
+    Raises:
+        ConfigError: they scored different text, or fewer than 8 windows.
+    """
+    pcts = [one.flops_saved_pct(ledger) or 0.0 for ledger in ("prompt_executed", "executed") for one in (record, other)]
+    saved = "  FLOPs saved  {:.1f}% against {:.1f}% of the prompt, {:.1f}% against {:.1f}% of all tokens (executed)".format(*pcts)
+    return "\n".join((f"{record.label}\nagainst {other.label}, on the same windows", *_versus("quality", record, other), saved))

@@ -296,8 +296,9 @@ class LatencyResult(Result):
 def _saved(one: Timing, of: str) -> str:
     saved, low, high = (100 * (1 - value) for value in (one.ratio.median, one.ratio.high, one.ratio.low))
     if abs(saved) <= one.noise_floor_pct:
-        about = "≈ 0" if one.noise_floor_pct <= LOUD else f"±{one.noise_floor_pct:.0f}%"
-        return f"{about}{of} time saved: {saved:.1f}% is within the noise of the clock ({one.noise_floor_pct:.1f}%)"
+        if one.noise_floor_pct > LOUD:
+            return f"{saved:.1f}%{of} time saved, not to be told from 0: the noise of the clock is {one.noise_floor_pct:.1f}%"
+        return f"≈ 0{of} time saved: {saved:.1f}% is within the noise of the clock ({one.noise_floor_pct:.1f}%)"
     return f"{saved:.1f}%{of} time saved (quartiles {low:.1f} to {high:.1f}; noise {one.noise_floor_pct:.1f}%)"
 
 

@@ -188,6 +188,12 @@ class MemoryResult(Result):
     dense_peak_tensor_bytes: int | None
     kv_bytes_by_layer: KvBytesByLayer
 
+    def line(self) -> str:
+        ours, dense, what = self.peak_tensor_bytes, self.dense_peak_tensor_bytes, "tensors"
+        if ours is None or dense is None:
+            ours, dense, what = self.peak_memory_bytes, self.dense_peak_memory_bytes, self.peak_memory_method
+        return f"peak {ours / 1e6:.1f} MB, dense {dense / 1e6:.1f} MB ({what} of one batch)"
+
 
 @dataclass
 class Memory(Measurement):

@@ -20,6 +20,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -95,6 +96,12 @@ class Manifest:
     records: str = "any"
     total: int | None = None
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+    @property
+    def command(self) -> str:
+        """What makes it, or resumes it."""
+        folders = (f"--config-dir={folder}" for folder in self.extra_dirs)
+        return shlex.join(("quicksilver", "run", *folders, *self.words, f"name={self.name}"))
 
     def label(self, run: SweepRun) -> str:
         """`[17/200] tau_drift=p40`, the run's name everywhere."""

@@ -59,6 +59,17 @@ def test_one_run_prints_what_its_record_says(words, capsys):
     capsys.readouterr()
     assert console.main(["show", here]) == 0
     assert f"runs/{record.fingerprint}.html" in capsys.readouterr().out
+    assert "memory       peak" in shown
+    assert run(*words, *CAPACITY[:2], "modules.halting.halted_share=0.3", "protocol=continuation", "measure=quick") == 0
+    capsys.readouterr()
+    others = [load_record(path) for path in folder.parent.glob("[!.]*")]
+    other = next(one.fingerprint for one in others if one.modules and one.path != folder)
+    assert console.main(["show", folder.name, other, here]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(rf"^  quality .* perplexity {judged}\n {{15}}\S+ KL {judged}", shown, re.M)
+    assert f"against {record.label}" in shown
+    assert console.main(["show", folder.name, folder.name, here]) == 0
+    assert " 0.00% perplexity [0.00, 0.00]: no difference" in capsys.readouterr().out
     assert console.main(["show", "zz", here]) == 2
     assert "zz: no record below" in capsys.readouterr().err
 

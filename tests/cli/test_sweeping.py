@@ -6,10 +6,12 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
+from markupsafe import escape
 
 import quicksilver.runs.run as harness_run
 from quicksilver.cli import main as console
@@ -235,7 +237,9 @@ def test_while_it_runs_the_status_says_which_one(words, results, monkeypatch):
 
     def during(self, *args):
         seen.append(states(results))
-        assert "as of" in Board(Sweep.load(results, "depths")).html().lower()
+        there = Sweep.load(results, "depths")
+        assert "as of" in (html := Board(there).html()).lower()
+        assert f"Made by <code>{escape(there.manifest.command)}</code>" in html
         return measured(self, *args)
 
     monkeypatch.setattr(bench, "run_measurements", during)
@@ -445,6 +449,11 @@ def test_a_list_of_datasets_may_have_one_s_own(words, tmp_path, capsys, way):
     assert sweep(*words, "dataset=file,my-own", "plan=true", *way.format(tmp_path / "mine").split()) == 0
     assert "| my-own |" in (said := capsys.readouterr().out)
     assert "2 runs" in said
+
+
+def test_the_command_of_a_sweep_can_be_typed():
+    words = ["-m", "modules=[a],[b]", "name=n"]
+    assert shlex.split(Manifest("n", (*words[:2],), (), ("/x y",)).command) == ["quicksilver", "run", "--config-dir=/x y", *words]
 
 
 def test_a_sweep_that_is_not_there_is_named_with_those_that_are(made, refused):

@@ -8,13 +8,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from quicksilver.cli.arguments import ResultsFolder
 from quicksilver.cli.progress import gc_disabled, needing, width
 from quicksilver.report.artefacts import artefacts, listing
 from quicksilver.runs.choices import choices, config_dir
 from quicksilver.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quicksilver.records.record import Record
+    from quicksilver.records.store import Store
 
 # Kind -> the folder of conf/ that has a file of each.
 GROUPS = {
@@ -112,41 +116,51 @@ class Show(ResultsFolder):
     """
     quicksilver show                  the newest record below the results folder
     quicksilver show 3d6278510c07     that record: its fingerprint, the beginning of it, or its folder
+    quicksilver show 3d6278 8b2bc1    the first against the second, window by window
     """
 
-    most_names: ClassVar[int] = 1
+    most_names: ClassVar[int] = 2
 
     def main(self) -> int:
         """Print its summary, its files and its page."""
-        from quicksilver.cli.progress import summary
-        from quicksilver.records.record import RECORD, load_record
-        from quicksilver.records.store import Store
-        from quicksilver.runs.sweep import names
+        from quicksilver.cli.progress import beside, summary
 
-        store, begins = Store(self.results_dir), Path(self.names[0]).name if self.names else ""
-        if begins in names(self.results_dir):
-            raise ConfigError(f"{begins} is a sweep: quicksilver list sweep {begins} shows it, with the record of each run.")
-        if begins and (own := Path(self.names[0]) / RECORD).is_file():
-            store, found = Store(own.parents[2]), {begins: own.parent}
-        else:
-            self.check_there()
-            own_runs = {path.name: path for path in store.runs.glob("[!.]*")}
-            found = {begins: store.folder(begins)} if begins and (begins := store.named(begins)) else own_runs or store.folders()
-        if not found:
-            raise ConfigError(f"results_dir={self.results_dir}: there is no record yet.")
-        name = max(found, key=lambda one: found[one].stat().st_mtime if found[one].is_dir() else 0.0)
-        record = load_record(found[name])
+        if len(self.names) == 2:
+            ours, theirs = (self._record(name)[1] for name in self.names)
+            print(beside(ours, theirs))
+            return 0
+        store, record = self._record(self.names[0] if self.names else "")
+        name, folder = record.fingerprint, record.path
         print(summary(record))
         if options := _options(record.config["modules"]):
             print(f"  options      {options}")
         if record.is_kept and store.path(name).is_dir():
             print(f"  care         this is the repository's record. Yours: quicksilver show {store.path(name)}")
-        if found[name].is_dir():
-            sizes = [f"{path.name} ({path.stat().st_size:,} bytes)" for path in sorted(found[name].iterdir())]
+        if folder.is_dir():
+            sizes = [f"{path.name} ({path.stat().st_size:,} bytes)" for path in sorted(folder.iterdir())]
             print(f"  files        {', '.join(sizes)}")
         page = store.root / "report" / "runs" / f"{name}.html"
         print(f"  page         {page if page.is_file() else 'not written yet: type quicksilver report'}")
         return 0
+
+    def _record(self, name: str) -> tuple[Store, Record]:
+        """A record and its store, by a folder, a fingerprint or the beginning of one; of no name the newest."""
+        from quicksilver.records.record import RECORD, load_record
+        from quicksilver.records.store import Store
+        from quicksilver.runs.sweep import names
+
+        store, begins = Store(self.results_dir), Path(name).name
+        if begins in names(self.results_dir):
+            raise ConfigError(f"{begins} is a sweep: quicksilver list sweep {begins} shows it, with the record of each run.")
+        if begins and (own := Path(name) / RECORD).is_file():
+            return Store(own.parents[2]), load_record(own.parent)
+        self.check_there()
+        if begins:
+            return store, load_record(store.folder(store.named(begins)))
+        found = {path.name: path for path in store.runs.glob("[!.]*")} or store.folders()
+        if not found:
+            raise ConfigError(f"results_dir={self.results_dir}: there is no record yet.")
+        return store, load_record(max(found.values(), key=lambda one: one.stat().st_mtime if one.is_dir() else 0.0))
 
 
 def _options(modules: Mapping[str, Mapping[str, Any]]) -> str:

@@ -164,6 +164,7 @@ from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.table import Panel, Table
 
 ALWAYS = ("protocol=continuation", "measure=quick")  # of every run
+# Two runs as an example: key, what is printed, module. Put yours here.
 RUNS = {"dense": ("Dense", "modules=[]"), "attention": ("Least attended halt", "modules=[halting_attention]")}
 
 

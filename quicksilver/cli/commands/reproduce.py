@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from quicksilver.cli.arguments import Command, MakesRuns, key
+from quicksilver.cli.main import say
 from quicksilver.cli.progress import counted, explain, show_fault, watched, width
 from quicksilver.models.hub import nothing_fetched
 from quicksilver.records.record import TRACE
 from quicksilver.records.store import KEPT, Store
-from quicksilver.report.artefacts import Artefact, Outcome, artefacts, find
+from quicksilver.report.artefacts import Artefact, Outcome, artefacts, experiments_folder, find
 from quicksilver.report.provenance import has_time
 from quicksilver.report.reproduction import (
     LOCAL_SUFFIX,
@@ -245,10 +246,6 @@ class Claims(Command):
 
         base = base_config(self.overrides)
         store = store_of(base)
-        if self.names and not (store.root / KEPT).is_dir() and not store.runs.is_dir():
-            raise ConfigError(
-                f"{store.root.resolve()} has no record that could answer: type this in the clone, or give results_dir=/clone/results."
-            )
         index = RecordIndex(base.results_dir, base.records)
         with nothing_fetched():
             found, troubles = recorded_of_all(base, self.overrides, index, wanted=answers_claims)
@@ -263,7 +260,11 @@ class Claims(Command):
         whole = all(all_kept(source.outcomes, store) for source in sources) and not (refused or troubles or lacks)
         table = ledger(sources, name if whole else f"{name}{LOCAL_SUFFIX}", _others(store) if name == CLAIMS else {})
         if self.names:
-            print(told(table.frame, self.names))
+            said, clone = told(table.frame, self.names), experiments_folder().resolve().parent / "results"
+            print(said)
+            if "\n  record " not in said and not (store.root / KEPT).is_dir():
+                there = clone if (clone / KEPT).is_dir() else "CLONE/results"
+                say(f"{store.root.resolve()} has no record that answers. The repository's records do: results_dir={there}.")
             return 0
         print(table.text(width()))
         print("Written: " + ", ".join(map(str, table.write(store.root, "md", "csv", "json"))))

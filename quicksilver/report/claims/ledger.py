@@ -605,7 +605,7 @@ def told(rows: pd.DataFrame, asked: Sequence[str]) -> str:
 def _said_of(row: Mapping[str, Any]) -> Iterator[str]:
     """The lines of one row: what was measured, the verdict, and the commands that repeat it."""
     value, *more = _measurement(row)
-    if value.startswith("-") and row["claim"].endswith("speedup_pct"):
+    if re.match(r"-\d", value) and row["claim"].endswith("speedup_pct"):
         value += " (slower)"
     measured = " ".join((value, *more))
     on = f"{measured}, protocol={row['protocol']}, {row['model']} on {row['data']}" if row["model"] else measured
@@ -616,7 +616,8 @@ def _said_of(row: Mapping[str, Any]) -> Iterator[str]:
         said["its time"] = row["command"].replace("quicksilver reproduce", "quicksilver time", 1)
     elif not row["command"] and (shown := re.match(r"(table|figure)(\d+)\.", row["claim"])):
         said["see"] = f"quicksilver reproduce {shown[1]} {shown[2]}"
-    said["record"] = row["record"] and f"quicksilver show {row['record'][:SHORT]}"
+    place = re.search(r" results_dir=\S+", row["command"])
+    said["record"] = row["record"] and f"quicksilver show {row['record'][:SHORT]}{place[0] if place else ''}"
     yield from (f"  {key:<10} {text}" for key, text in said.items() if text and text != "-")
 
 

@@ -20,6 +20,8 @@ from quicksilver.report.table import speedup_cell, without_folders
 FAR = "far-recall"  # the text whose answers depend on distant context
 _OWN = ("far-",)  # texts made for that question: no board of their own
 SAVED, COST = "prompt_executed_flops_saved_pct", "kl_nats"
+FRONT_WINDOWS = 32  # fewer are too few to say that a method beats another
+_LEAST_PCT = 0.5  # of the prompt's work: what saves less decided hardly anything
 _MOST_CHARACTERS = 90  # of the options of one row; its page has all of them
 
 
@@ -64,8 +66,8 @@ class Board(NamedTuple):
 def boards(runs: Iterable[NamedRecord]) -> list[Board]:
     """A board for each model, number format, text and length of prompt and window, the fullest first.
 
-    A record is on it if it scores test text under protocol continuation without look-ahead, executes what it says (`compact`), saves work of the
-    prompt and has its KL to dense. Of one method those settings are shown that no other of its settings beats; of two records with the same settings the
+    A record is on it if it scores test text under protocol continuation without look-ahead, executes what it says (`compact`), saves half a percent of
+    the prompt's work, and has its KL to dense. Of one method those settings are shown that no other of its settings beats; of two records with the same settings the
     timed one, then the one of more windows.
     """
     far: dict[str, NamedRecord] = {}
@@ -96,7 +98,8 @@ def boards(runs: Iterable[NamedRecord]) -> list[Board]:
         own = pd.concat([front(mine["saved"], mine["cost"]) for _, mine in frame.groupby("method")]).sort_index()
         beaten = [one.row for one in frame[~own]["run"]]
         frame = frame[own].sort_values(["cost", "saved"], ascending=[True, False], kind="stable")
-        frame["front"] = front(frame["saved"], frame["cost"])
+        enough = frame["run"].map(_windows) >= FRONT_WINDOWS
+        frame["front"] = front(frame["saved"].where(enough), frame["cost"])
         keys = {method: _most_varied(list(mine["options"])) for method, mine in frame.groupby("method")}
         keys |= {
             one["method"]: [*one["options"]] for one in frame.to_dict("records") if not keys[one["method"]] and _is_foreign(one)
@@ -126,7 +129,7 @@ def _counts(record: Record, row: Mapping[str, Any]) -> bool:
     if record.protocol.name != "continuation" or record.execution != "compact" or record.lookahead or record.data.part != "test":
         return False
     audit = record.found("audit", AuditResult)
-    return row.get(COST) is not None and (row.get(SAVED) or 0.0) > 0 and not (audit is not None and audit.leaks)
+    return row.get(COST) is not None and (row.get(SAVED) or 0.0) >= _LEAST_PCT and not (audit is not None and audit.leaks)
 
 
 def _windows(run: NamedRecord) -> int:

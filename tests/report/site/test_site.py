@@ -313,7 +313,7 @@ def test_a_board_has_of_each_method_what_no_other_setting_beats_with_its_far_con
             "found": lambda name, result: None,
         } | other
         model = SimpleNamespace(name="m", weights_digest="w", dtype="float32")
-        data = SimpleNamespace(name=text, windows=8, part=part, digest="d")
+        data = SimpleNamespace(name=text, windows=8 if method == "few" else 64, part=part, digest="d")
         record = SimpleNamespace(data=data, model=model, **told)
         return NamedRecord("0" * 20, record, [], row={"prompt_executed_flops_saved_pct": saved, "kl_nats": kl})
 
@@ -331,19 +331,26 @@ def test_a_board_has_of_each_method_what_no_other_setting_beats_with_its_far_con
     searched = run("docs", "f", 90, 0.0, part="calibration")
     real = records["share"].protocol
     shorter = run("docs", "a", 95, 0.0, protocol=dataclasses.replace(real, prompt_tokens=real.prompt_tokens - 8))
-    board, other_prompt = boards([sees, again, worse, other, far, best, cheap, nothing, masked, everywhere, searched, shorter])
+    few, hardly = run("docs", "few", 95, 0.0), run("docs", "g", 0.4, 0.0)
+    found = boards([sees, again, worse, other, far, best, cheap, nothing, masked, everywhere, searched, shorter, few, hardly])
+    board, other_prompt = found
     assert (board.model, board.text) == ("m", "docs")
     assert [entry.run for entry in other_prompt.entries] == [shorter]
     assert board.prompt != other_prompt.prompt
-    rows = [(cheap, "b", "save=10", True, None), (best, "a", "save=40, kind=k", True, far), (other, "b", "save=20", False, None)]
+    rows = [
+        (few, "few", "save=95, kind=k", False, None),
+        (cheap, "b", "save=10", True, None),
+        (best, "a", "save=40, kind=k", True, far),
+        (other, "b", "save=20", False, None),
+    ]
     assert board.entries == rows
     assert (board.beaten, board.beaten_timed) == (1, 0)
-    assert board.entries[1].time == "+1.0"
+    assert board.entries[2].time == "+1.0"
     said = {
-        "method": ["b save=10", "a save=40, kind=k", "b save=20"],
-        "saved": [10, 40, 20],
-        "kl": [1, 10, 30],
-        "front": [True, True, False],
+        "method": ["few save=95, kind=k", "b save=10", "a save=40, kind=k", "b save=20"],
+        "saved": [95, 10, 40, 20],
+        "kl": [0, 1, 10, 30],
+        "front": [False, True, True, False],
     }
     assert board.chart == said
 

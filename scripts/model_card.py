@@ -85,6 +85,8 @@ def purpose(name: str) -> str:
     """What the model is for."""
     if name.startswith("ladder-"):
         return "It is a rung of the ladder of sizes below reference-gpt2 (`make reproduce-figure FIGURE=ladder`). It is no assistant."
+    if name.endswith("-seed43"):
+        return "It is reference-gpt2 trained a second time, from another seed (`make reproduce-figure FIGURE=ladder`). It is no assistant."
     return (
         "It exists so that token-level adaptivity can be measured on a really trained, deep enough model without a network. It is no "
         "assistant."

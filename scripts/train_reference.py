@@ -68,6 +68,7 @@ class Recipe:
     whole_documents: bool = False  # a window begins with a document, or lies wholly in one
     long_from_tokens: int | None = None  # the full context from here on; None: from the decay on
     repeats: tuple[float, float] = (0.0, 0.0)  # share of windows with repeated spans, at the short and at the full context
+    tokenizer_of: str | None = None  # the shipped model whose tokenizer it has; None: one of its own, or that of `start`
     start: str | None = None  # the shipped model, or exported folder, whose weights and tokenizer the training begins with
     shortened: tuple[int, int] | None = None  # (from step, to step) between which the learning rate falls straight to 0
 
@@ -117,6 +118,8 @@ _FAR = Recipe(
 )  # fmt: skip
 RECIPES = {
     "reference-gpt2": Recipe(family="gpt2", total_tokens=13_000_000),
+    # The same again from other weights and with other windows: what differs between the two is chance.
+    "reference-gpt2-seed43": Recipe(family="gpt2", total_tokens=13_000_000, seed=43, tokenizer_of="reference-gpt2"),
     # A ladder up to reference-gpt2's size: the same text, heads of the same width; all four see the same 4 M tokens.
     "ladder-gpt2-1m": Recipe(family="gpt2", layers=12, width=64, heads=2, kv_heads=2, mlp_width=256, total_tokens=4_000_000),
     "ladder-gpt2-2m": Recipe(family="gpt2", layers=12, width=96, heads=3, kv_heads=3, mlp_width=384, total_tokens=4_000_000),
@@ -290,7 +293,8 @@ def corpus_name(recipe: Recipe) -> str:
 
 def train(name: str, recipe: Recipe, data_root: Path, work: Path, out: Path, device: str) -> None:
     run_folder, corpus_folder = work / name, work / corpus_name(recipe)
-    known = None if recipe.start is None else start_of(recipe.start) / "tokenizer.json"
+    before = recipe.start or recipe.tokenizer_of
+    known = None if before is None else start_of(before) / "tokenizer.json"
     corpus.prepare(data_root, corpus_folder, recipe.vocab_size, recipe.sources, known)
     tokenizer = load_tokenizer(corpus_folder, recipe.context_tokens)
     held_out = {name: text for name, text in corpus.held_out_texts(data_root).items() if name in HELD_OUT}

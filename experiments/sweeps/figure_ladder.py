@@ -24,26 +24,32 @@ from quicksilver.runtime.errors import ConfigError
 from ..ablation.techniques import SETTINGS, options, row_of
 
 # Model -> layers; then of 448 tokens, the fewest that save 40% of the prompt when they leave after a quarter of the layers, and the most last ones
-# that may go on where all others are predicted from half depth on. A test asks the runtime whether they do.
+# that may go on where all others are predicted from half depth on, and the fewest to cut from the prompt. A test asks the runtime whether they do.
 DIALS = {
-    "ladder-gpt2-1m": (12, 199, 29),
-    "ladder-gpt2-2m": (12, 208, 26),
-    "ladder-gpt2-4m": (16, 214, 24),
-    "ladder-gpt2-8m": (16, 221, 22),
-    "reference-gpt2": (16, 221, 22),
-    "reference-llama": (16, 219, 54),
+    "ladder-gpt2-1m": (12, 199, 29, 144),
+    "ladder-gpt2-2m": (12, 208, 26, 152),
+    "ladder-gpt2-4m": (16, 214, 24, 157),
+    "ladder-gpt2-8m": (16, 221, 22, 163),
+    "reference-gpt2": (16, 221, 22, 163),
+    "reference-gpt2-seed43": (16, 221, 22, 163),
+    "reference-llama": (16, 219, 54, 161),
 }
 LADDER, OTHERS = [*DIALS][:4], [*DIALS][4:]  # the others were trained longer, on other text: no rungs
-LONGER = ("ladder-gpt2-8m", "reference-gpt2")  # one shape, trained twice
+LONGER = ("ladder-gpt2-8m", "reference-gpt2")  # one shape, trained on more tokens
+SEEDS = ("reference-gpt2", "reference-gpt2-seed43")  # one recipe, trained twice
 SAVES_PCT = 40.0
 PROMPT_TOKENS = 448  # of protocol continuation
 DROP_DEPTH, PREDICT_DEPTH = 0.25, 0.5  # whole numbers of layers where there are 12 or 16
 PROTECT_FIRST = 4
-PREDICTED, TREND = "predicted", "trend"
+PREDICTED, TRUNCATED, TREND = "predicted", "truncated", "trend"
 ALWAYS = ("protocol=continuation", "measure=sweep", "dataset.windows=128", "dataset.calibration_windows=40")
 SIGNALS = {"position": "Oldest", "attention": "Least attended", "drift": "Least drift (paper)", "random": "Random"}
 COLUMNS = ["parameters", "layers", "trained_tokens", "beside", "beside_kl_nats", "beside_kl_nats_low", "beside_kl_nats_high"]
-TECHNIQUES = {PREDICTED: "All predicted at half depth, none dropped", **SIGNALS}
+TECHNIQUES = {
+    PREDICTED: "All predicted at half depth, none dropped",
+    **SIGNALS,
+    TRUNCATED: "Oldest, before the first layer (truncation)",
+}
 
 
 def is_there(model: str) -> bool:
@@ -53,7 +59,9 @@ def is_there(model: str) -> bool:
 
 def overrides(model: str, technique: str) -> tuple[str, ...]:
     """The modules of a technique, its dial set for this model."""
-    layers, dropped, protected = DIALS[model]
+    layers, dropped, protected, cut = DIALS[model]
+    if technique == TRUNCATED:
+        return ("modules=[prompt_truncation]", *options("prompt_truncation", keep=f"{1 - cut / PROMPT_TOKENS:.6g}"))
     if technique == PREDICTED:
         ends = f"protect_first:{PROTECT_FIRST},protect_last:{protected}"
         schedule = f"{{drop_before:1,drop_share:0,predict_before:{round(PREDICT_DEPTH * layers)},{ends}}}"
@@ -69,7 +77,8 @@ def rows() -> list[Row]:
     for model in filter(is_there, DIALS):
         always = (*ALWAYS, f"model={model}")
         found.append(row_of(model, "", "dense", "Dense", "", *always))
-        found += [Row(model, "", key, title, (*always, *overrides(model, key))) for key, title in TECHNIQUES.items()]
+        mine = {key: title for key, title in TECHNIQUES.items() if key != TRUNCATED or model in OTHERS}
+        found += [Row(model, "", key, title, (*always, *overrides(model, key))) for key, title in mine.items()]
     return found
 
 
@@ -181,7 +190,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     frame = measured(outcomes)
     drawn = frame[frame["key"].isin(TECHNIQUES) & frame["kl_nats"].notna()]
     with style():
-        drawing, axes = panels(2, 2, size=(9.4, 7.6), sharex="col", sharey="row", width_ratios=[3.4, 1.8])
+        drawing, axes = panels(2, 2, size=(10.4, 7.6), sharex="col", sharey="row", width_ratios=[3.4, 2.6])
         for (cost, (_, label)), (rungs, others) in zip(_COSTS.items(), axes, strict=True):
             _draw(rungs, drawn[drawn["panel"].isin(LADDER)], cost, by_size=True)
             _draw(others, drawn[drawn["panel"].isin(OTHERS)], cost, by_size=False)
@@ -200,13 +209,13 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
             others.set_visible(drawn["panel"].isin(OTHERS).any())
         axes[0, 0].set_title("GPT-2 by size, trained alike")
         axes[0, 1].set_title("Trained longer")
-        handles = axes[0, 0].get_legend_handles_labels()[0] or axes[0, 1].get_legend_handles_labels()[0]
+        handles = {one.get_label(): one for plot in axes[0][::-1] for one in plot.get_legend_handles_labels()[0]}
         letters(drawing, 9)
         if handles:
             legend_below(
                 drawing,
-                handles,
-                ncols=len(handles),
+                [handles[title] for title in TECHNIQUES.values() if title in handles],
+                ncols=3,
                 title="Which tokens of the prompt are dropped",
                 fontsize=9,
                 title_fontsize=9,
@@ -264,7 +273,7 @@ def _said(outcomes: Sequence[Outcome], frame: pd.DataFrame) -> tuple[str, ...]:
         f"Dropped after {100 * DROP_DEPTH:g}% of the layers, as many tokens as save {SAVES_PCT:g}% of a prompt's operations; predicted: K/V of "
         "all but the last few from half depth on. Bars: 95% over windows."
     )
-    said = [drawn, _trend(frame), _confounded(frame), _training(frame), _best(outcomes, frame)]
+    said = [drawn, _trend(frame), _confounded(frame), _training(frame), _seeds(outcomes), _best(outcomes, frame)]
     if absent := [model for model in LADDER if not is_there(model)]:
         said.append(
             f"Not drawn, because the weights are not here: {', '.join(absent)}. In a clone, make train-reference MODEL={absent[0]} trains one."
@@ -281,7 +290,7 @@ def _times_100(row: Any, column: str) -> tuple[str, bool]:
 
 
 def _named_in_text(key: str) -> str:
-    return "predicted" if key == PREDICTED else SIGNALS[key].lower()
+    return SIGNALS[key].lower() if key in SIGNALS else key
 
 
 def _trend(frame: pd.DataFrame) -> str:
@@ -311,7 +320,7 @@ def _confounded(frame: pd.DataFrame) -> str:
     }
     else_ = ", ".join(said for column, said in differing.items() if rungs[column].nunique() > 1)
     apart = f"Not of size alone, as they differ in {else_} too. " if else_ else ""
-    return f"{apart}Each model was trained once: intervals are of the text and say nothing of another training."
+    return f"{apart}Intervals are of the text, and say nothing of another training."
 
 
 def _training(frame: pd.DataFrame) -> str:
@@ -328,6 +337,24 @@ def _training(frame: pd.DataFrame) -> str:
     tokens = " and ".join(_millions(rows.loc[(model, keys[0]), "trained_tokens"]) for model in LONGER)
     costs = "; ".join(f"{_named_in_text(key)} {' and '.join(cost(model, key) for model in LONGER)}" for key in keys)
     return f"{' and '.join(LONGER)} have one shape and saw {tokens} tokens, of other text. KL × 100: {costs}."
+
+
+def _seeds(outcomes: Sequence[Outcome]) -> str:
+    """What another training of one recipe changes: KL of both, and the difference, paired by window."""
+    found = {
+        (one.row.panel, one.row.key): _kl(one.record) for one in outcomes if one.record is not None and one.row.key in TECHNIQUES
+    }
+    parts = []
+    for key in TECHNIQUES:
+        if all((model, key) in found for model in SEEDS):
+            first, second = (found[model, key] for model in SEEDS)
+            apart, undecided = _times_100(_named("apart", bootstrap(mean, second - first)), "apart")
+            means = f"{100 * first.mean():.2f} and {100 * second.mean():.2f}"
+            parts.append(f"{_named_in_text(key)} {means} ({apart}{', not told apart' * undecided})")
+    if not parts:
+        return ""
+    same = "differ in the seed of their weights and windows, and in docstrings of other package versions"
+    return f"{' and '.join(SEEDS)} {same}. KL × 100 of both, and the difference: {'; '.join(parts)}."
 
 
 def _best(outcomes: Sequence[Outcome], frame: pd.DataFrame) -> str:

@@ -284,6 +284,17 @@ def beside(record: Record, other: Record) -> str:
     Raises:
         ConfigError: they scored different text, or fewer than 8 windows.
     """
+    from quicksilver.measure.latency import LatencyResult
+
     pcts = [one.flops_saved_pct(ledger) or 0.0 for ledger in ("prompt_executed", "executed") for one in (record, other)]
-    saved = "  FLOPs saved  {:.1f}% against {:.1f}% of the prompt, {:.1f}% against {:.1f}% of all tokens (executed)".format(*pcts)
-    return "\n".join((f"{record.label}\nagainst {other.label}, on the same windows", *_versus("quality", record, other), saved))
+    lines = [f"{record.label}  {record.fingerprint}", f"against {other.label}  {other.fingerprint}, on the same windows"]
+    if record.modules == other.modules and record.identity.sources != other.identity.sources:
+        lines.append("  care         the code of your module differs between them")
+    lines += _versus("quality", record, other)
+    lines.append(
+        "  FLOPs saved  {:.1f}% against {:.1f}% of the prompt, {:.1f}% against {:.1f}% of all tokens (executed)".format(*pcts)
+    )
+    times = [found.line().split("\n")[0] for one in (record, other) if (found := one.found("latency", LatencyResult))]
+    if len(times) == 2:
+        lines += [f"  time         {times[0]}, beside its own dense run", f"  {'':<12} {times[1]}, beside its own"]
+    return "\n".join(lines)

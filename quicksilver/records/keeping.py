@@ -61,7 +61,8 @@ def commit_records(store: Store, wanted: Mapping[str, Collection[str]]) -> list[
             add(dense, ())
     if missing:
         raise ConfigError(
-            f"{store.runs}: there is no run {', '.join(missing)}. Copy its folder to there; a record needs the dense run that it is compared with."
+            f"{store.runs}: there is no run {', '.join(missing)}. A record needs the dense run that it is compared with: "
+            f"cp -r {' '.join(f'FOLDER/results/runs/{name}' for name in missing)} {store.runs}/"
         )
     _check_own(old)
     with store.writing():

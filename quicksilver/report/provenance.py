@@ -110,8 +110,8 @@ def confirmation(records: Sequence[Record]) -> str | None:
         )
     if taken:
         timed = any(record.found("latency", LatencyResult) for record in records)
-        own = f"{'of them only times and energy are' if timed else 'none of it is'} of this machine; records=own measures all of it."
-        said.append(f"{taken} {'are' if taken > 1 else 'is'} confirmed within their number format ({formats}): {own}")
+        said.append(f"{taken} agree{'s' * (taken == 1)} within the rounding of {formats}, so the quality is the repository's.")
+        said.append(f"{'Times and energy are of this machine. ' * timed}records=own measures everything.")
     return " ".join(said)
 
 

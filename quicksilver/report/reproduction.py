@@ -31,7 +31,7 @@ LOCAL_SUFFIX = "-mine"  # behind the name of what has records of this machine: w
 
 
 class Made(NamedTuple):
-    """A table or figure that was written; `distance` says in a sentence how far it is from the committed one."""
+    """A table or figure that was written; `distance` says in a sentence how far it is from the committed one, unless its notes do."""
 
     product: Table | Figure
     distance: str
@@ -75,7 +75,6 @@ def build(artefact: Artefact, jobs: Sequence[Job], base: RunConfig, overrides: S
     """Make the artefact from its records and write it into results/tables or results/figures; `svg`: a figure's vector graphics too."""
     from quicksilver.records import archive
     from quicksilver.report.comparison import committed, distance
-    from quicksilver.report.provenance import confirmation
     from quicksilver.report.table import Table
     from quicksilver.runs.run import store_of
 
@@ -91,7 +90,8 @@ def build(artefact: Artefact, jobs: Sequence[Job], base: RunConfig, overrides: S
     product = artefact.build(outcomes, name if all_kept(outcomes, store) and not says_less else f"{name}{LOCAL_SUFFIX}")
     written = product.write(folder, svg=True) if svg and not isinstance(product, Table) else product.write(folder)
     own = [record for one in outcomes for record in one.records if not record.is_kept]
-    return Made(product, confirmation(own) or distance(product.frame, reference, f"{name}.csv"), written)
+    confirmed = any(record.confirmed is not None for record in own)  # its notes say how far it is
+    return Made(product, "" if confirmed else distance(product.frame, reference, f"{name}.csv"), written)
 
 
 def recorded(

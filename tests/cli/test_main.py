@@ -161,10 +161,10 @@ def test_bash_replaces_what_follows_the_last_equals_sign(tmp_path):
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m quicksilver "$@"\n')
     command.chmod(0o755)
     script = """eval "$(quicksilver dev completion bash)"
-COMP_LINE="quicksilver run model=reference-g"; COMP_POINT=${#COMP_LINE}; _quicksilver 2>/dev/null; echo "${COMPREPLY[@]}"
+COMP_LINE="quicksilver run model=far-g"; COMP_POINT=${#COMP_LINE}; _quicksilver 2>/dev/null; echo "${COMPREPLY[@]}"
 COMP_LINE="quicksilver budg"; COMP_POINT=${#COMP_LINE}; _quicksilver 2>/dev/null; echo "${COMPREPLY[@]}"
 """
     found = subprocess.run(
         ["bash", "-c", script], capture_output=True, text=True, env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     )
-    assert found.stdout.splitlines() == ["reference-gpt2", "budget"]
+    assert found.stdout.splitlines() == ["far-gpt2", "budget"]

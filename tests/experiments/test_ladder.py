@@ -33,7 +33,7 @@ def architecture(model: str) -> Any:
 
 @pytest.mark.parametrize("model", first(ladder.DIALS))
 def test_the_dials_save_what_they_should_by_the_runtime(model: str) -> None:
-    layers, dropped, last = ladder.DIALS[model]
+    layers, dropped, last, cut = ladder.DIALS[model]
     found = architecture(model)
     assert found.n_layers == layers
     for depth in (ladder.DROP_DEPTH, ladder.PREDICT_DEPTH):  # the same fraction of every model
@@ -42,12 +42,13 @@ def test_the_dials_save_what_they_should_by_the_runtime(model: str) -> None:
     def predicting(last: int) -> float:
         return saved_pct(found, Schedule(1, 0.0, layers // 2, ladder.PROTECT_FIRST, last), ladder.PROMPT_TOKENS)
 
-    def dropping(count: int) -> float:
-        left = [ladder.PROMPT_TOKENS - (count if layer >= layers // 4 else 0) for layer in range(layers)]
+    def dropping(count: int, before: int) -> float:
+        left = [ladder.PROMPT_TOKENS - (count if layer >= before else 0) for layer in range(layers)]
         return work_saved_pct(found, [LayerWork(1, tokens, None) for tokens in left], ladder.PROMPT_TOKENS)
 
     assert predicting(last) >= ladder.SAVES_PCT > predicting(last + 1)
-    assert dropping(dropped) >= ladder.SAVES_PCT > dropping(dropped - 1)
+    for count, before in ((dropped, layers // 4), (cut, 0)):
+        assert dropping(count, before) >= ladder.SAVES_PCT > dropping(count - 1, before)
 
 
 def test_what_is_dropped_saves_what_it_should_when_it_runs() -> None:
@@ -84,13 +85,13 @@ def test_the_slope_is_that_of_a_line_and_its_interval_that_of_the_windows() -> N
 
 
 # --- figure ------------------------------------------------------------------------------------------------------------------
-COSTS = {"predicted": 0.01, "position": 0.03, "attention": 0.05, "drift": 0.09, "random": 0.10}
+COSTS = {"truncated": 0.12, "predicted": 0.01, "position": 0.03, "attention": 0.05, "drift": 0.09, "random": 0.10}
 
 
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rungs and two other models, as far as a figure asks: that they are there, and how long they were trained."""
-    trained = {"ladder-gpt2-1m": 4e6, "ladder-gpt2-8m": 5e6, "reference-gpt2": 13e6, "reference-llama": 8e6}
+    trained = {"ladder-gpt2-1m": 4e6, "ladder-gpt2-8m": 5e6, "reference-llama": 8e6, **dict.fromkeys(ladder.SEEDS, 13e6)}
     for name, tokens in trained.items():
         folder = tmp_path / "models" / name
         folder.mkdir(parents=True)
@@ -105,7 +106,7 @@ def outcomes(results: Path) -> list[Outcome]:
 
     def made(row: Row) -> dict[str, Any]:
         parameters, layers, times = (1_000_000, 12, 1.0) if row.panel == "ladder-gpt2-1m" else (8_000_000, 16, 0.5)
-        lost = times * COSTS[row.key]
+        lost = times * COSTS[row.key] * (1.2 if row.panel == ladder.SEEDS[1] else 1.0)
         model = dataclasses.replace(named, name=row.panel, parameters=parameters, layers=layers)
         return {"per_token": lost, "saved": 0.4, "model": fakes.encoded(model), "kl_nats": lost}
 
@@ -120,10 +121,11 @@ def test_the_trend_is_of_the_rungs_that_are_there_and_says_what_else_differs(mod
     made = ladder.figure(outcomes(tmp_path / "results"), "figure_ladder")
     assert made.png().startswith(b"\x89PNG")
     frame = made.frame
-    assert set(frame["panel"]) == {"ladder-gpt2-1m", "ladder-gpt2-8m", "reference-gpt2", "reference-llama", ladder.TREND}
+    assert set(frame["panel"]) == {"ladder-gpt2-1m", "ladder-gpt2-8m", *ladder.SEEDS, "reference-llama", ladder.TREND}
     trends = frame[frame["panel"] == ladder.TREND].set_index("key")
-    for key, lost in COSTS.items():  # three doublings halve it
-        assert trends.loc[key, "kl_nats_per_doubling"] == pytest.approx(-lost / 6, rel=1e-3)
+    for key in trends.index:  # three doublings halve it
+        assert trends.loc[key, "kl_nats_per_doubling"] == pytest.approx(-COSTS[key] / 6, rel=1e-3)
+    assert {*COSTS} - {*trends.index} == {ladder.TRUNCATED}  # not of the rungs
     said = " ".join(made.caption)
     for words in (
         "the weights are not here: ladder-gpt2-2m, ladder-gpt2-4m",
@@ -133,6 +135,8 @@ def test_the_trend_is_of_the_rungs_that_are_there_and_says_what_else_differs(mod
         "training (4.0 M, 5.0 M tokens)",
         "ladder-gpt2-8m and reference-gpt2 have one shape and saw 5.0 M and 13.0 M tokens",
         "random 5.00 [",  # of both: KL 0.05
+        "KL × 100 of both, and the difference: predicted 0.50 and 0.60 (+0.10 [",
+        "truncated 6.00 and 7.20 (+1.20 [",
     ):
         assert words in said
     # The best signal stands beside the next, and beside prediction.

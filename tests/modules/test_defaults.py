@@ -1,6 +1,7 @@
 """One set of defaults, in Python and on the command line; and what needs no thresholds of one's own."""
 
 import dataclasses
+import re
 import warnings
 from typing import Any
 
@@ -70,9 +71,7 @@ def test_the_papers_constants_are_the_same_by_either_name(preset: str) -> None:
 
 
 # What was fine-tuned for tasks calibrates on their training rows; the ladder compares shares of tokens, which need no percentiles.
-NAMES = sorted(
-    folder.name for folder in EMBEDDED.glob("*/") if not (folder.name.endswith("-tasks") or folder.name.startswith("ladder-"))
-)
+NAMES = sorted(folder.name for folder in EMBEDDED.glob("*/") if not re.search("-tasks$|^ladder-|-seed", folder.name))
 WINDOWS = torch.randint(1, tiny.VOCABULARY, (4, 24), generator=torch.Generator().manual_seed(0))
 
 

@@ -130,7 +130,7 @@ def made(world, tmp_path_factory):
 def test_a_kept_record_is_whole_without_what_is_large_and_comes_first(made) -> None:
     config, record, words = made
     store = Store(config.results_dir)
-    with pytest.raises(ConfigError, match="no run 0123456789abcdef0123, 1123456789abcdef0123. Copy its folder"):
+    with pytest.raises(ConfigError, match="no run 0123456789abcdef0123, 1123456789abcdef0123. A record needs"):
         commit_records(store, {f"{digit}123456789abcdef0123": set() for digit in range(2)})
     kept = commit_records(store, {record.fingerprint: set()})
     assert {path.name for path in kept} == {record.fingerprint, record.dense_fingerprint}

@@ -101,7 +101,7 @@ def test_what_a_number_format_leaves_is_confirmed_and_another_kernel_is_measured
 
     found = made_after(shifted(0.02))
     assert (found.confirmed.agrees, found.confirmed.number_format) == (True, "integer")
-    assert "1 is confirmed within their number format (integer)" in confirmation([found])
+    assert "1 agrees within the rounding of integer, so" in confirmation([found])
     capsys.readouterr()
     assert not made_after(shifted(-0.02, "saturating on cpu")).confirmed.agrees
     (said,) = [line for line in capsys.readouterr().err.splitlines() if "saturating" in line]

@@ -73,6 +73,7 @@ class Keep(ResultsFolder):
                 wanted.setdefault(fingerprint, set()).update(reads.get(name.removesuffix(LOCAL_SUFFIX).split("-")[0], ()))
         pictures = {name: read(written[name]).pictures for name in mine}
         remembered = RecordIndex(root)  # what the repository has of it is about to be replaced, too
+        print(f"Reading {len(wanted)} records, at a hundred a second …", file=sys.stderr, flush=True)
         kept = commit_records(store, wanted)
         index = json.dumps(remembered.index(), indent=1) + "\n"
         more = {ADDED: (json.dumps({"records": added}, indent=1) + "\n").encode()} if added else {}

@@ -128,6 +128,8 @@ class Show(ResultsFolder):
         if len(self.names) == 2:
             ours, theirs = (self._record(name)[1] for name in self.names)
             print(beside(ours, theirs))
+            if (one := _options(ours.config["modules"])) != (other := _options(theirs.config["modules"])):
+                print(f"  options      {one or 'defaults'} against {other or 'defaults'}")
             return 0
         store, record = self._record(self.names[0] if self.names else "")
         name, folder = record.fingerprint, record.path

@@ -66,7 +66,7 @@ from quicksilver.runs import compose
 
 def test_it_halts_some_tokens_and_compact_equals_masked():
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED / "reference-gpt2", dtype=torch.float32).eval()
-    ids = torch.randint(0, model.config.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, model.config.vocab_size, (2, 256), generator=torch.Generator().manual_seed(0))
     logits = {}
     for execution in ("compact", "masked"):
         with torch.no_grad(), quicksilver.apply(model, [$Class()], execution=execution) as run:

@@ -114,7 +114,7 @@ class Reproduce(MakesRuns):
                     print(f"{artefact.kind} {artefact.number}: {made.written[0]} … {made.distance}", flush=True)
                 else:
                     said = [_source(base.records, jobs, Store(base.results_dir, base.records))] if jobs else []
-                    print(made.product.text(width()), made.distance, *said, sep="\n")
+                    print(*filter(None, (made.product.text(width()), made.distance, *said)), sep="\n")
                     print(f"Written: {', '.join(map(str, made.written))}")
             failed = [job for job in jobs if job.error is not None]
             if failed and artefact not in troubles:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,18 +22,23 @@ FAR = "far-recall"  # the text whose answers depend on distant context
 _OWN = ("far-",)  # texts made for that question: no board of their own
 SAVED, COST = "prompt_executed_flops_saved_pct", "kl_nats"
 FRONT_WINDOWS = 32  # fewer are too few to say that a method beats another
+ON_FRONT, BEATEN, UNSEEN = (
+    "on the front",
+    "beaten by another record",
+    f"not compared: that needs two records of {FRONT_WINDOWS} windows",
+)
 _LEAST_PCT = 0.5  # of the prompt's work: what saves less decided hardly anything
 _MOST_CHARACTERS = 90  # of the options of one row; its page has all of them
 
 
 class Entry(NamedTuple):
-    """A record on a board: its modules, the options in which it differs from others of the same, whether no other record beats it there, and the
+    """A record on a board: its modules, the options in which it differs from others of the same, whether another record beats it there, and the
     record of the same settings on `FAR`, if any."""
 
     run: NamedRecord
     method: str
     options: str
-    on_front: bool
+    place: str
     far: NamedRecord | None
 
     @property
@@ -54,12 +60,12 @@ class Board(NamedTuple):
 
     @property
     def chart(self) -> dict[str, Any]:
-        """Columns for the chart: the method, percent of the prompt's work saved, KL × 100, whether it is on the front."""
+        """Columns for the chart: the method, percent of the prompt's work saved, KL × 100, what the legend calls it."""
         return {
             "method": [f"{one.method} {one.options}".strip() for one in self.entries],
             "saved": [round(one.run.row[SAVED], 3) for one in self.entries],
             "kl": [round(100 * one.run.row[COST], 5) for one in self.entries],
-            "front": [one.on_front for one in self.entries],
+            "place": [one.place for one in self.entries],
         }
 
 
@@ -82,7 +88,7 @@ def boards(runs: Iterable[NamedRecord]) -> list[Board]:
             entry = {
                 "run": run,
                 "method": " + ".join(name.replace("quicksilver", "predicted_kv") for name in record.modules),
-                "options": settings(record),
+                "options": settings(record) | _code(record),
                 "setting": setting,
             }
             entry |= {"saved": run.row[SAVED], "cost": run.row[COST]}
@@ -99,7 +105,9 @@ def boards(runs: Iterable[NamedRecord]) -> list[Board]:
         beaten = [one.row for one in frame[~own]["run"]]
         frame = frame[own].sort_values(["cost", "saved"], ascending=[True, False], kind="stable")
         enough = frame["run"].map(_windows) >= FRONT_WINDOWS
-        frame["front"] = front(frame["saved"].where(enough), frame["cost"])
+        compared = enough & (enough.sum() > 1)
+        best = front(frame["saved"].where(compared), frame["cost"])
+        frame["place"] = [ON_FRONT if at else BEATEN if seen else UNSEEN for at, seen in zip(best, compared, strict=True)]
         keys = {method: _most_varied(list(mine["options"])) for method, mine in frame.groupby("method")}
         keys |= {
             one["method"]: [*one["options"]] for one in frame.to_dict("records") if not keys[one["method"]] and _is_foreign(one)
@@ -109,7 +117,7 @@ def boards(runs: Iterable[NamedRecord]) -> list[Board]:
             own_options = ((key.rpartition(".")[2], one["options"].get(key)) for key in keys[one["method"]])
             said = ", ".join(f"{key}={value}" for key, value in own_options if value is not None)
             said = str(without_folders(textwrap.shorten(said, _MOST_CHARACTERS, placeholder=" …")))
-            entries.append(Entry(one["run"], one["method"], said, bool(one["front"]), far.get(one["setting"])))
+            entries.append(Entry(one["run"], one["method"], said, one["place"], far.get(one["setting"])))
         found.append(Board(model, text, prompt, entries, len(beaten), sum("prompt_speedup_pct" in row for row in beaten)))
     return sorted(found, key=lambda board: (-len(board.entries), board.model, board.text, board.prompt))
 
@@ -118,6 +126,12 @@ def _is_foreign(entry: Mapping[str, Any]) -> bool:
     """Whether the method is not the package's: nobody knows its defaults, so all of its options are said."""
     modules = entry["run"].record.config["modules"].values()
     return not all(str(one.get("_target_", "")).startswith("quicksilver.") for one in modules)
+
+
+def _code(record: Record) -> dict[str, str]:
+    """The beginning of a digest of the user's files, as an option: an edited method is another one."""
+    files = "".join(record.identity.sources.values())
+    return {"code": hashlib.sha256(files.encode()).hexdigest()[:6]} if files else {}
 
 
 def _most_varied(options: Sequence[Mapping[str, str]]) -> list[str]:
@@ -137,6 +151,7 @@ def _windows(run: NamedRecord) -> int:
 
 
 def _setting(record: Record) -> str:
-    """Model, modules with all options, and lengths of prompt and window: all but the text."""
+    """Model, modules with all options and the user's code, and lengths of prompt and window: all but the text."""
     protocol = {**encoded(record.protocol), "batch_size": None}
-    return json.dumps([record.model.weights_digest, record.model.dtype, protocol, record.config["modules"]], sort_keys=True)
+    code = dict(record.identity.sources)
+    return json.dumps([record.model.weights_digest, record.model.dtype, protocol, record.config["modules"], code], sort_keys=True)

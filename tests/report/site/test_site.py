@@ -31,7 +31,7 @@ from quicksilver.report.figure import Figure, panels, style
 from quicksilver.report.reproduction import DEFAULT, VARIANTS
 from quicksilver.report.site import views
 from quicksilver.report.site.collection import Collection, NamedRecord
-from quicksilver.report.site.leaderboard import boards
+from quicksilver.report.site.leaderboard import BEATEN, ON_FRONT, UNSEEN, boards
 from quicksilver.report.site.pages import Site, cell_lines, make, of_paper, prose
 from quicksilver.report.site.views import token_views
 from quicksilver.report.table import Heading, Panel, PrintedPanel, Table, read, without_folders
@@ -311,6 +311,7 @@ def test_a_board_has_of_each_method_what_no_other_setting_beats_with_its_far_con
             "config": {"modules": {method: {"save": saved, "kind": "k"}}},
             "modules": (method,),
             "found": lambda name, result: None,
+            "identity": SimpleNamespace(sources={}),
         } | other
         model = SimpleNamespace(name="m", weights_digest="w", dtype="float32")
         data = SimpleNamespace(name=text, windows=8 if method == "few" else 64, part=part, digest="d")
@@ -332,16 +333,16 @@ def test_a_board_has_of_each_method_what_no_other_setting_beats_with_its_far_con
     real = records["share"].protocol
     shorter = run("docs", "a", 95, 0.0, protocol=dataclasses.replace(real, prompt_tokens=real.prompt_tokens - 8))
     few, hardly = run("docs", "few", 95, 0.0), run("docs", "g", 0.4, 0.0)
-    found = boards([sees, again, worse, other, far, best, cheap, nothing, masked, everywhere, searched, shorter, few, hardly])
-    board, other_prompt = found
+    some = [sees, again, worse, other, far, best, cheap, nothing, masked, everywhere, searched, shorter, few, hardly]
+    board, other_prompt = boards(some)
     assert (board.model, board.text) == ("m", "docs")
     assert [entry.run for entry in other_prompt.entries] == [shorter]
     assert board.prompt != other_prompt.prompt
     rows = [
-        (few, "few", "save=95, kind=k", False, None),
-        (cheap, "b", "save=10", True, None),
-        (best, "a", "save=40, kind=k", True, far),
-        (other, "b", "save=20", False, None),
+        (few, "few", "save=95, kind=k", UNSEEN, None),
+        (cheap, "b", "save=10", ON_FRONT, None),
+        (best, "a", "save=40, kind=k", ON_FRONT, far),
+        (other, "b", "save=20", BEATEN, None),
     ]
     assert board.entries == rows
     assert (board.beaten, board.beaten_timed) == (1, 0)
@@ -350,9 +351,14 @@ def test_a_board_has_of_each_method_what_no_other_setting_beats_with_its_far_con
         "method": ["few save=95, kind=k", "b save=10", "a save=40, kind=k", "b save=20"],
         "saved": [95, 10, 40, 20],
         "kl": [0, 1, 10, 30],
-        "front": [False, True, True, False],
+        "place": [UNSEEN, ON_FRONT, ON_FRONT, BEATEN],
     }
     assert board.chart == said
+    edited = run("docs", "b", 20, 0.35, identity=SimpleNamespace(sources={"b": "1"}))  # the same options, other code
+    assert [entry.run for entry in boards([other, edited])[0].entries] == [other]
+    better = run("docs", "b", 25, 0.35, identity=SimpleNamespace(sources={"b": "1"}))
+    assert ["code=" in entry.options for entry in boards([other, better])[0].entries] == [False, True]
+    assert [entry.place for entry in boards([few, cheap])[0].entries] == [UNSEEN, UNSEEN]  # one alone beats nobody
 
 
 def test_an_added_record_is_on_the_leaderboard_of_whoever_has_the_repository(copy, records, capsys):

@@ -31,11 +31,13 @@ const CHARTS = {
   },
 
   // The leaderboard: KL to dense over the prompt's work that is saved; what no other record beats has another colour and marker.
-  board({ method, saved, kl, front }) {
+  board({ method, saved, kl, place }) {
     const drawn = plot(340, "executed FLOPs of the prompt saved (%)", "KL to dense × 100 (nats a token)", [], { y_axis_type: "log" });
     const items = [];
-    for (const [best, label, color, marker] of [[false, "beaten by another record", INK, "circle"], [true, "on the front", SECOND, "diamond"]]) {
-      const of = (column) => column.filter((_, i) => front[i] === best);
+    for (const label of [...new Set(place)].sort()) {
+      const best = label === "on the front";
+      const [color, marker] = best ? [SECOND, "diamond"] : label.startsWith("not") ? [MARK, "triangle"] : [INK, "circle"];
+      const of = (column) => column.filter((_, i) => place[i] === label);
       const source = new Bokeh.ColumnDataSource({ data: { method: of(method), saved: of(saved), kl: of(kl) } });
       const points = drawn.scatter({ field: "saved" }, { field: "kl" }, { source, marker, color, size: best ? 12 : 8, alpha: 0.85 });
       items.push(new Bokeh.LegendItem({ label: { value: label }, renderers: [points] }));

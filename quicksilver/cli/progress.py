@@ -118,7 +118,7 @@ def watched(steps: Sequence[Planned]) -> Iterator[Callable[[Progress], None]]:
         there, reused = len(steps) - len(missing), sum(step.reuses_quality for step in missing)
         runs = f"{len(steps)} run{'s' * (len(steps) != 1)}"
         checks = (
-            f" {reused} of these take the repository's quality after checking some windows; only times are measured anew."
+            f" {reused} of these take{'s' * (reused == 1)} the repository's quality after checking some windows."
             if reused
             else ""
         )

@@ -30,12 +30,13 @@ ADDED = "added.json"  # beside them too: those that no table names, for the lead
 _LARGE_BYTES = 1_500_000  # of one file, as it would be kept
 
 
-def commit_records(store: Store, wanted: Mapping[str, Collection[str]]) -> list[Path]:
+def commit_records(store: Store, wanted: Mapping[str, Collection[str]], renewed: Collection[str] | None = None) -> list[Path]:
     """Copy records from runs/ to records/, those they are compared with included; remove from there what is no longer wanted.
 
     Args:
         wanted: fingerprint to what to keep beside record.json and windows.parquet: names of files, or `FILE:PATTERN` for the columns of a
             parquet file, or the arrays of a safetensors file, with such names. A record of which a file is still large is passed over.
+        renewed: which of them are taken from runs/ although records/ has them; None: all that are there.
 
     Returns:
         Where they are: `load_record` reads each.
@@ -48,11 +49,12 @@ def commit_records(store: Store, wanted: Mapping[str, Collection[str]]) -> list[
 
     def add(fingerprint: str, parts: Collection[str]) -> str | None:
         """The record's dense one, where it has one."""
-        made = store.path(fingerprint)
-        if not made.exists() and archive.text(old, fingerprint) is None:
+        made, there = store.path(fingerprint), archive.text(old, fingerprint) is not None
+        if not made.exists() and not there:
             missing[fingerprint] = None
             return None
-        record = load_record(made if made.exists() else old / fingerprint)
+        stays = there and not (made.exists() and (renewed is None or fingerprint in renewed))
+        record = load_record(old / fingerprint if stays else made)
         records.setdefault(fingerprint, (record, set()))[1].update(parts)
         return record.dense_fingerprint
 

@@ -115,7 +115,8 @@ class Budget(Options):
 
     def __str__(self) -> str:
         if self.kind == "save":
-            return f"save {self.pct:g}% of {self.ledger.replace('_', ' ')} FLOPs"
+            ledger = self.ledger.replace("prompt_", "the prompt's ")
+            return f"save {self.pct:g}% of {ledger} FLOPs"
         return f"cost at most {self.pct:g}% of perplexity{', interval included' if self.sure else ''}"
 
     @property

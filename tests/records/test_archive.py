@@ -127,6 +127,18 @@ def made(world, tmp_path_factory):
     return config, record, words
 
 
+def test_a_kept_record_stays_unless_it_is_renewed(made, tmp_path) -> None:
+    config, record, _ = made
+    store = Store(shutil.copytree(config.results_dir, tmp_path / "results"))
+    wanted: dict[str, set[str]] = {record.fingerprint: set()}
+    commit_records(store, wanted)
+    (store.path(record.fingerprint) / "record.json").write_text("{")  # another one of its name
+    with pytest.raises(ConfigError, match="damaged"):
+        commit_records(store, wanted)
+    assert record.fingerprint in {path.name for path in commit_records(store, wanted, renewed=[record.dense_fingerprint])}
+    assert load_record(store.root / KEPT / record.fingerprint).quality == record.quality
+
+
 def test_a_kept_record_is_whole_without_what_is_large_and_comes_first(made) -> None:
     config, record, words = made
     store = Store(config.results_dir)

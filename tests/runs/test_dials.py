@@ -202,7 +202,7 @@ def test_the_command_sets_freezes_and_reports(world, tmp_path, capsys, monkeypat
     # The second cannot be met; the first is reported all the same.
     assert console.main(["budget", *asked, f"results_dir={results}"]) == 1
     out, err = capsys.readouterr()
-    assert "cannot save 94% of prompt nominal FLOPs" in err
+    assert "cannot save 94% of the prompt's nominal FLOPs" in err
     assert "--config-dir" in out
     assert max(map(len, out[out.index("Budgets:") :].partition("Written:")[0].splitlines())) <= 150
     lines = [line.split() for line in out.splitlines() if line.startswith(("calibrating ", "test ", "file "))]

@@ -74,8 +74,9 @@ class Keep(ResultsFolder):
         pictures = {name: read(written[name]).pictures for name in mine}
         remembered = RecordIndex(root)  # what the repository has of it is about to be replaced, too
         print(f"Reading {len(wanted)} records, at a hundred a second …", file=sys.stderr, flush=True)
-        kept = commit_records(store, wanted)
-        index = json.dumps(remembered.index(), indent=1) + "\n"
+        before = (root / INDEX).read_text() if self.add and (root / INDEX).is_file() else None
+        kept = commit_records(store, wanted, new if self.add else None)
+        index = before or json.dumps(remembered.index(), indent=1) + "\n"
         more = {ADDED: (json.dumps({"records": added}, indent=1) + "\n").encode()} if added else {}
         write_files((root / INDEX).parent, {(root / INDEX).name: index.encode(), **more})
         for name in mine:

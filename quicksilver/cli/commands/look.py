@@ -141,6 +141,8 @@ class Show(ResultsFolder):
         if folder.is_dir():
             sizes = [f"{path.name} ({path.stat().st_size:,} bytes)" for path in sorted(folder.iterdir())]
             print(f"  files        {', '.join(sizes)}")
+        if record.dense_fingerprint:
+            print(f"  dense record {record.dense_fingerprint}")
         page = store.root / "report" / "runs" / f"{name}.html"
         print(f"  page         {page if page.is_file() else 'not written yet: type quicksilver report'}")
         return 0

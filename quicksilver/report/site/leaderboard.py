@@ -22,11 +22,7 @@ FAR = "far-recall"  # the text whose answers depend on distant context
 _OWN = ("far-",)  # texts made for that question: no board of their own
 SAVED, COST = "prompt_executed_flops_saved_pct", "kl_nats"
 FRONT_WINDOWS = 32  # fewer are too few to say that a method beats another
-ON_FRONT, BEATEN, UNSEEN = (
-    "on the front",
-    "beaten by another record",
-    f"not compared: that needs two records of {FRONT_WINDOWS} windows",
-)
+ON_FRONT, BEATEN, UNSEEN = "on the front", "beaten", "not compared"
 _LEAST_PCT = 0.5  # of the prompt's work: what saves less decided hardly anything
 _MOST_CHARACTERS = 90  # of the options of one row; its page has all of them
 

@@ -17,6 +17,7 @@ from quicksilver.runtime.errors import ConfigError, QuickSilverError, installing
 
 if TYPE_CHECKING:
     from quicksilver.measure.measurement import Result
+    from quicksilver.records.identity import Ledger
     from quicksilver.records.record import Record
     from quicksilver.runs.jobs import Job
     from quicksilver.runs.run import Planned, Progress
@@ -122,7 +123,11 @@ def watched(steps: Sequence[Planned]) -> Iterator[Callable[[Progress], None]]:
             if reused
             else ""
         )
-        print(f"This needs {runs}: {there} were made before, {len(missing)} must be made.{checks}", file=sys.stderr, flush=True)
+        print(
+            f"This needs {runs}: {there} {'was' if there == 1 else 'were'} made before, {len(missing)} must be made.{checks}",
+            file=sys.stderr,
+            flush=True,
+        )
     announced: set[int] = set()
     started = time.monotonic()
     with progress_bar() as bar:
@@ -263,19 +268,21 @@ def _versus_null(record: Record) -> Iterator[str]:
 
 def _versus(name: str, record: Record, other: Record, column: str = "") -> Iterator[str]:
     """Perplexity and KL of a record against another's on the same windows; column: what the other's columns begin with."""
-    from quicksilver.records.stats import bootstrap, mean, paired_records, pairs_of
-    from quicksilver.report.table import signed
+    from quicksilver.records.stats import bootstrap, mean, paired_records, pairs_of, sign_flip_p
+    from quicksilver.report.table import FALSE_DISCOVERIES, signed
 
-    def said(low: float, high: float) -> str:
-        return "better" if high < 0 else "worse" if low > 0 else "no difference beyond chance"
+    def said(low: float, high: float, differences: Any) -> str:
+        sure = low * high > 0 and sign_flip_p(differences) <= FALSE_DISCOVERIES  # both, as in the tables
+        return "no difference beyond chance" if not sure else "better" if high < 0 else "worse"
 
+    nll, _, other_nll, _ = pairs_of(record, other, "nll_nats", f"{column}nll_nats")
     paired = paired_records(record, other, baseline_column=f"{column}nll_nats")
     low, high = paired.relative_pct_low, paired.relative_pct_high
-    yield f"  {name:<12} {signed(paired.relative_pct, 2)}% perplexity [{signed(low, 2)}, {signed(high, 2)}]: {said(low, high)}"
+    yield f"  {name:<12} {signed(paired.relative_pct, 2)}% perplexity [{signed(low, 2)}, {signed(high, 2)}]: {said(low, high, nll - other_nll)}"
     if "kl_nats" in record.windows and f"{column}kl_nats" in other.windows:
         ours, _, theirs, _ = pairs_of(record, other, "kl_nats", f"{column}kl_nats")
         kl = bootstrap(mean, ours - theirs)
-        yield f"  {'':<12} {kl.value:+.3g} KL [{kl.low:+.3g}, {kl.high:+.3g}]: {said(kl.low, kl.high)}"
+        yield f"  {'':<12} {kl.value:+.3g} KL [{kl.low:+.3g}, {kl.high:+.3g}]: {said(kl.low, kl.high, ours - theirs)}"
 
 
 def beside(record: Record, other: Record) -> str:
@@ -286,14 +293,15 @@ def beside(record: Record, other: Record) -> str:
     """
     from quicksilver.measure.latency import LatencyResult
 
-    pcts = [one.flops_saved_pct(ledger) or 0.0 for ledger in ("prompt_executed", "executed") for one in (record, other)]
+    def saved(ledger: Ledger) -> str:
+        return " against ".join(f"{one.flops_saved_pct(ledger) or 0.0:.1f}%" for one in (record, other))
+
+    prompt = f"{saved('prompt_executed')} of the prompt, " if record.protocol.name == "continuation" else ""
     lines = [f"{record.label}  {record.fingerprint}", f"against {other.label}  {other.fingerprint}, on the same windows"]
     if record.modules == other.modules and record.identity.sources != other.identity.sources:
         lines.append("  care         the code of your module differs between them")
     lines += _versus("quality", record, other)
-    lines.append(
-        "  FLOPs saved  {:.1f}% against {:.1f}% of the prompt, {:.1f}% against {:.1f}% of all tokens (executed)".format(*pcts)
-    )
+    lines.append(f"  FLOPs saved  {prompt}{saved('executed')} of all tokens (executed)")
     times = [found.line().split("\n")[0] for one in (record, other) if (found := one.found("latency", LatencyResult))]
     if len(times) == 2:
         lines += [f"  time         {times[0]}, beside its own dense run", f"  {'':<12} {times[1]}, beside its own"]

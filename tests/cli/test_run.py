@@ -74,6 +74,13 @@ def test_one_run_prints_what_its_record_says(words, capsys):
     assert "zz: no record below" in capsys.readouterr().err
 
 
+def test_two_runs_without_a_prompt_are_compared_by_all_tokens(words, capsys):
+    assert run(*words, "modules=[static_exit]", "protocol=all", "measure=sweep") == 0
+    folder = Path(capsys.readouterr().out.splitlines()[-1].split()[-1])
+    assert console.main(["show", folder.name, folder.name, f"results_dir={folder.parents[1]}"]) == 0
+    assert re.search(r"^  FLOPs saved  (\S+) against \1 of all tokens", capsys.readouterr().out, re.M)
+
+
 def test_a_method_that_leaves_out_layers_for_scored_tokens_is_said_to(words, capsys):
     assert run(*words, "modules=[static_exit]", "protocol=continuation", "measure=sweep") == 0
     assert "acts on      prompt and scored tokens" in capsys.readouterr().out

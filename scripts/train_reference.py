@@ -288,7 +288,9 @@ def loss_curve(history: training_loop.History, path: Path, title: str) -> None:
 
 
 def corpus_name(recipe: Recipe) -> str:
-    return "corpus-far" if "code" in recipe.sources else "corpus"
+    """Streams are reused by vocabulary size and sources, so a tokenizer of another model has a folder of its own."""
+    name = "corpus-far" if "code" in recipe.sources else "corpus"
+    return f"{name}-{recipe.tokenizer_of}" if recipe.tokenizer_of else name
 
 
 def train(name: str, recipe: Recipe, data_root: Path, work: Path, out: Path, device: str) -> None:

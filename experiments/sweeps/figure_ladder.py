@@ -77,6 +77,7 @@ def rows() -> list[Row]:
     for model in filter(is_there, DIALS):
         always = (*ALWAYS, f"model={model}")
         found.append(row_of(model, "", "dense", "Dense", "", *always))
+        # Not on the rungs: of the largest one there are no weights to make the record.
         mine = {key: title for key, title in TECHNIQUES.items() if key != TRUNCATED or model in OTHERS}
         found += [Row(model, "", key, title, (*always, *overrides(model, key))) for key, title in mine.items()]
     return found

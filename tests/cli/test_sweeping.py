@@ -303,7 +303,7 @@ def test_the_page_reads_a_sweep_with_pandas(made):
     source = page.partition("```python\n")[2].partition("```")[0]
     source = source.replace("results/sweeps/thresholds", f"{made[0]}/sweeps/depths").replace('"results"', repr(str(made[0])))
     names: dict = {}
-    exec(source.replace('"prompt_', '"').replace('"dense_prompt_', '"dense_'), names)
+    exec(source, names)
     assert list(names["runs"]["number"]) == [1, 2, 3]
     assert names["saved_pct"].gt(0).all()
 

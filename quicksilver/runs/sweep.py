@@ -21,6 +21,7 @@ import os
 import re
 import secrets
 import shlex
+import statistics
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -412,10 +413,11 @@ def _read(path: Path) -> Manifest:
 
 
 def time_left_s(left: int, seconds: Sequence[float], workers: int = 1) -> float | None:
-    """Until the last of `left` runs is done, from the `seconds` of those that are, made by so many `workers`; None: no run says."""
+    """Until the last of `left` runs is done, from the median `seconds` of those that are, made by so many `workers`; None: fewer than two say.
+    A first run alone is no guide: it loads, calibrates and predicts densely for all."""
     if not left:
         return 0.0
-    return sum(seconds) / len(seconds) * left / max(1, min(workers, left)) if seconds else None
+    return statistics.median(seconds) * left / max(1, min(workers, left)) if len(seconds) > 1 else None
 
 
 # --- making its runs ------------------------------------------------------------------------------------------------------------

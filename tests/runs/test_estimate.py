@@ -47,7 +47,7 @@ def test_a_model_of_70_billion_parameters_is_planned_without_memory(folder, caps
     assert dense.weights_bytes == 2 * parameters
     assert dense.memory_bytes > dense.weights_bytes
     assert ours.flops > dense.flops > 2 * 0.9 * parameters * 4 * config.protocol.window_tokens
-    assert ours.seconds == pytest.approx(ours.flops / 0.6e12)
+    assert ours.seconds == pytest.approx(1 + ours.flops / 0.45e12, rel=0.5)  # and the calibration text
     assert console.main(["run", *words, "dataset.windows=4", "plan=true"]) == 0
     out = capsys.readouterr().out
     assert "llama2-70b | python-docs | halting | all" in out
@@ -88,9 +88,12 @@ def test_a_plan_says_what_an_offload_reads_what_a_kill_costs_and_what_workers_sh
     config = compose([*words, "measure=sweep", "dataset.windows=100000", "protocol.batch_size=4"])
     (found,) = estimate.estimates([config], estimate.Speed(1e6, "cpu"))
     assert found.calls == 81  # of the windows that the text has, and one for the batch that is counted
-    assert found.block_seconds == pytest.approx(found.seconds * 32 / estimate.windows_passed(config, 320))
+    assert found.block_seconds == pytest.approx((found.seconds - 1) * 32 / estimate.windows_passed(config, 320))
     said = estimate.table([dataclasses.replace(found, label="x" * 200)] * 4, workers=2)
-    one, two = (estimate.duration(found.seconds * share) for share in (4, 2))
+    one, two = (
+        f"{estimate.duration(4 + 0.7 * share * found.seconds)} to {estimate.duration(4 + 1.5 * share * found.seconds)}"
+        for share in (4, 2)
+    )
     assert f"about {one} by one worker, {two} by 2 (speed measured now; other work on the machine makes it longer)" in said
     assert f"{'x' * 109}… " in said
     assert "If a run is killed, at most " in said

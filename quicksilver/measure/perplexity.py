@@ -167,12 +167,13 @@ class Block:
 
 
 # Gives the blocks of a pass, in their order, and computes those that it has not, by the function it is given.
-Keep = Callable[[Sequence[range], Callable[[range], Block]], Iterable[Block]]
+Compute = Callable[[range, int], Block]  # a block, and how many windows of others are done, for `progress`
+Keep = Callable[[Sequence[range], Compute], Iterable[Block]]
 
 
-def keep_nothing(blocks: Sequence[range], compute: Callable[[range], Block]) -> Iterable[Block]:
+def keep_nothing(blocks: Sequence[range], compute: Compute) -> Iterable[Block]:
     """Every block is computed."""
-    return map(compute, blocks)
+    return (compute(block, block.start) for block in blocks)
 
 
 def check_windows(model: PreTrainedModel, windows: torch.Tensor, protocol: Protocol) -> None:
@@ -299,20 +300,20 @@ def score(
     # One context for all: what modules do to the model is done once.
     with torch.no_grad(), apply(model, modules, execution=execution, decision_layers=decision_layers) as run:
 
-        def compute(block: range) -> Block:
+        def compute(block: range, done: int) -> Block:
             # A replayed trace is looked up by the pass's number; ledgers and tensors of the blocks before are let go.
             run.reset(block.start // protocol.batch_size * protocol.passes)
             rows: list[dict[str, Any]] = []
             billed = resident = 0
             for start in block[:: protocol.batch_size]:
                 if progress is not None:
-                    progress(start, len(windows))
+                    progress(done + start - block.start, len(windows))
                 batch = windows[start : min(start + protocol.batch_size, block.stop)].to(model.device)
                 rows += _scored(run, model, start, batch, protocol, token_bytes, dense)
                 billed += run.kv_bytes.billed
                 resident += run.kv_bytes.resident
             if progress is not None:
-                progress(block.stop, len(windows))
+                progress(done + len(block), len(windows))
             return Block(rows, run.trace.compact(), billed, resident)
 
         frames, traces, billed, resident = [], [], 0, 0

@@ -26,7 +26,7 @@ from quicksilver.records import lease
 from quicksilver.runtime.reading import parse_json
 
 if TYPE_CHECKING:
-    from quicksilver.measure.perplexity import Block, Keep
+    from quicksilver.measure.perplexity import Block, Compute, Keep
     from quicksilver.records.store import Store
 
 NAP_S = 0.2
@@ -55,10 +55,15 @@ class Blocks:
             shared: other processes make the same run; one of them may finish it, and then `SupersededError` is raised.
         """
 
-        def keep(blocks: Sequence[range], compute: Callable[[range], Block]) -> Iterable[Block]:
+        def keep(blocks: Sequence[range], compute: Compute) -> Iterable[Block]:
             folder = self._folder_of(len(blocks[0]))
             paths = {block: folder / f"{name}-{block.start:06d}.block" for block in blocks}
             mine: set[range] = set()
+
+            def made(block: range) -> Block:
+                done = sum(len(one) for one, path in paths.items() if one != block and path.exists())
+                return self._compute(paths[block], block, lambda block: compute(block, done))
+
             while left := [block for block in blocks if not paths[block].exists()]:
                 taken = len(mine)
                 for block in left:
@@ -70,7 +75,7 @@ class Blocks:
                     try:
                         with held:
                             if not paths[block].exists():
-                                self._compute(paths[block], block, compute)
+                                made(block)
                                 mine.add(block)
                     except BaseException:
                         with suppress(OSError):  # others are there, or whole blocks
@@ -80,7 +85,7 @@ class Blocks:
                 if len(mine) == taken:
                     time.sleep(NAP_S)  # all that is left is computed elsewhere
             # Those computed here are read again, too: memory does not grow with what is behind.
-            return (self._read(path, block in mine) or self._compute(path, block, compute) for block, path in paths.items())
+            return (self._read(path, block in mine) or made(block) for block, path in paths.items())
 
         return keep
 

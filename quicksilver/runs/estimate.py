@@ -54,13 +54,13 @@ class Speed:
 @dataclass(frozen=True)
 class Estimate:
     """What one run takes: operations and calls of all its passes, weights alone and all memory (with the largest batch's logits, states and K/V),
-    and the disk of its record. Seconds of a block are what a kill costs at most. `calibrates`: a threshold is a percentile."""
+    and the disk of its record. Seconds at risk are what a kill costs at most: a block of windows, or all passes that have none. `calibrates`: a threshold is a percentile."""
 
     label: str
     flops: int
     calls: int
     seconds: float
-    block_seconds: float
+    seconds_at_risk: float
     calibrates: bool
     weights_bytes: int
     memory_bytes: int
@@ -163,14 +163,16 @@ def estimate(config: RunConfig, arch: Architecture, speed: Speed, windows: int) 
     states = 8 * tokens * arch.width * 4
     record = windows * protocol.window_tokens * arch.n_layers * _TRACE_BYTES if config.modules else 0
     seconds = flops / (_MATMUL_SHARE * speed.flops_per_s)
-    block = seconds / passed * min(windows, max(BLOCK_WINDOWS, protocol.batch_size)) * (2 if config.modules else 1)
+    block = min(windows, max(BLOCK_WINDOWS, protocol.batch_size)) * (2 if config.modules else 1)
+    at_risk = seconds / passed * max(block, passed - windows_passed(config, windows, in_blocks=True)) + _RUN_S
     calibrates = any(isinstance(one, Calibrated) and one.calibration_signals() for one in build_modules(config.modules))
     memory = weights + kv + logits + states
-    return Estimate(config.label, flops, calls, seconds + _RUN_S, block, calibrates, weights, memory, record + 200_000)
+    return Estimate(config.label, flops, calls, seconds + _RUN_S, at_risk, calibrates, weights, memory, record + 200_000)
 
 
-def windows_passed(config: RunConfig, windows: int) -> float:
-    """How many windows go through the model in all passes of a run; a pass over a batch counts its windows.
+def windows_passed(config: RunConfig, windows: int, *, in_blocks: bool = False) -> float:
+    """How many windows go through the model in all passes of a run; a pass over a batch counts its windows. `in_blocks`: in those passes only that
+    go on behind their last block after a kill.
 
     Scoring is counted, and so are the rounds of what is timed; of other passes their share of a run's time, beside scoring's, is taken.
     """
@@ -180,7 +182,7 @@ def windows_passed(config: RunConfig, windows: int) -> float:
     total = float(scored)
     for name, measurement in measurements.items():
         rounds: Any = getattr(measurement, "repeats", None)
-        if name == "quality":
+        if name == "quality" or (in_blocks and not measurement.in_blocks):
             continue
         if isinstance(rounds, int):
             warmup: Any = getattr(measurement, "warmup", 0)
@@ -342,10 +344,12 @@ def table(found: Sequence[Estimate], absent: Sequence[str] = (), workers: int = 
     memory, disk, here = max(one.memory_bytes for one in found), sum(one.disk_bytes for one in found), memory_bytes()
     lines.append(
         f"{len(found)} run{'s' * (len(found) > 1)}: about {_between(seconds)}{shared} "
-        f"({_ELSEWHERE if elsewhere else 'speed measured now; other work on the machine makes it longer'}), "
+        f"({_ELSEWHERE if elsewhere else f'{_FASTER} to {_SLOWER} times the sum at the speed measured now, and {_START_S:.0f} s of start'}), "
         f"{gibibytes(memory)} of memory, at most {gibibytes(disk)} of records on disk. Weights: {gibibytes(max(one.weights_bytes for one in found))}."
     )
-    lines.append(f"If a run is killed, at most {duration(max(one.block_seconds for one in found))} of its work are lost.")
+    lines.append(
+        f"If a run is killed, about {duration(max(one.seconds_at_risk for one in found))} of its work are made again at most."
+    )
     if any(one.calibrates for one in found):
         lines.append(
             "Thresholds by percentile first need a pass over the calibration text, unless it was made. It is counted here, once."

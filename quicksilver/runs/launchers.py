@@ -72,7 +72,6 @@ def check_launcher(settings: DictConfig, configs: Iterable[RunConfig], results_d
     workers = workers_of(settings, asked)
     if launcher.get("_target_") not in Plugins.instance().class_name_to_class:
         extra = installing(_EXTRAS[name]) if name in _EXTRAS else "install its package"
-        extra += " in an environment of its own (docs/clusters.md)" if name == "ray" else ""
         raise ConfigError(f"hydra/launcher={name} is not installed: {extra}, or leave it out: runs are made one by one.")
     for key, least in _LEAST.items():
         value = launcher.get(key)

@@ -413,11 +413,11 @@ def _read(path: Path) -> Manifest:
 
 
 def time_left_s(left: int, seconds: Sequence[float], workers: int = 1) -> float | None:
-    """Until the last of `left` runs is done, from the median `seconds` of those that are, made by so many `workers`; None: fewer than two say.
-    A first run alone is no guide: it loads, calibrates and predicts densely for all."""
+    """Until the last of `left` runs is done, from the lower median of the `seconds` of those that are, made by so many `workers`; None: fewer
+    than two say. A first run is no guide: it loads, calibrates and predicts densely for all."""
     if not left:
         return 0.0
-    return statistics.median(seconds) * left / max(1, min(workers, left)) if len(seconds) > 1 else None
+    return statistics.median_low(seconds) * left / max(1, min(workers, left)) if len(seconds) > 1 else None
 
 
 # --- making its runs ------------------------------------------------------------------------------------------------------------

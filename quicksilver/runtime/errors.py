@@ -10,7 +10,8 @@ def installing(*extras: str) -> str:
     where = "quicksilver-lm"
     if (_CLONE / "pyproject.toml").is_file():
         where = "." if Path.cwd() == _CLONE else str(_CLONE)
-    return f"pip install '{where}[{','.join(extras)}]'"
+    alone = " in an environment of its own (docs/clusters.md)" if "ray" in extras else ""
+    return f"pip install '{where}[{','.join(extras)}]'{alone}"
 
 
 class QuickSilverError(Exception):

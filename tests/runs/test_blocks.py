@@ -108,6 +108,21 @@ def test_a_run_that_is_killed_at_every_block_gives_the_record_of_one_that_is_not
     assert not list(Store(tmp_path / "results").drafts.iterdir())
 
 
+def test_windows_that_another_process_scored_are_counted(world, tmp_path, computed):
+    """Its last block stood as `window 10 of 10`, and this one then fell back to `window 4 of 10, -5 a second`."""
+    _, kills = computed
+    kills[:] = [3]
+    with pytest.raises(Killed):
+        run(world, tmp_path / "results")
+    (first,) = Store(tmp_path / "results").drafts.rglob("quality-000000.block")
+    first.unlink()
+    seen = []
+    config = [*world, f"results_dir={tmp_path / 'results'}", "protocol.batch_size=2", "dataset.windows=10"]
+    ensure([compose(config)], context=CONTEXT, progress=seen.append)
+    assert [now.windows for now in seen if now.phase == "quality" and now.windows] == [(6, 10), (8, 10), (10, 10)]
+    assert all(now.windows_per_s is None or now.windows_per_s >= 0 for now in seen)
+
+
 @settings(max_examples=thinning.draws(5))
 @given(deaths=st.lists(st.integers(1, 8), max_size=4))
 def test_wherever_it_is_killed_no_block_is_computed_twice(deaths, whole, world, tmp_path_factory):

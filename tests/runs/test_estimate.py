@@ -88,15 +88,18 @@ def test_a_plan_says_what_an_offload_reads_what_a_kill_costs_and_what_workers_sh
     config = compose([*words, "measure=sweep", "dataset.windows=100000", "protocol.batch_size=4"])
     (found,) = estimate.estimates([config], estimate.Speed(1e6, "cpu"))
     assert found.calls == 81  # of the windows that the text has, and one for the batch that is counted
-    assert found.block_seconds == pytest.approx((found.seconds - 1) * 32 / estimate.windows_passed(config, 320))
+    assert found.seconds_at_risk == pytest.approx(1 + (found.seconds - 1) * 32 / estimate.windows_passed(config, 320))
+    timed = compose([*words, "measure=default", "dataset.windows=8"])  # what is timed begins again
+    slow = estimate.estimate(timed, estimate.shape_of(timed.model), estimate.Speed(1e6, "cpu"), 8)
+    assert slow.seconds_at_risk > slow.seconds / 2
     said = estimate.table([dataclasses.replace(found, label="x" * 200)] * 4, workers=2)
     one, two = (
         f"{estimate.duration(4 + 0.7 * share * found.seconds)} to {estimate.duration(4 + 1.5 * share * found.seconds)}"
         for share in (4, 2)
     )
-    assert f"about {one} by one worker, {two} by 2 (speed measured now; other work on the machine makes it longer)" in said
+    assert f"about {one} by one worker, {two} by 2 (0.7 to 1.5 times the sum at the speed measured now, and 4 s of start)" in said
     assert f"{'x' * 109}… " in said
-    assert "If a run is killed, at most " in said
+    assert "If a run is killed, about " in said
     assert f"about {memory_check.gibibytes(4 * 81 * found.weights_bytes)} are read from it" in said
 
 

@@ -178,4 +178,4 @@ def _packages() -> Iterator[str]:
     if not missing:
         yield "all optional packages are installed"
     for name, names in missing.items():
-        yield f"missing {', '.join(names)}: no {COSTS[name]}. {sys.executable} -m {installing(name)}"
+        yield f"missing {', '.join(names)}: no {COSTS[name]}. {'' if name == 'ray' else f'{sys.executable} -m '}{installing(name)}"

@@ -97,9 +97,16 @@ class Budget(Command):
             if self.output:
                 dials.note(found, Path(self.output))
             reports.append((found, self._later(found, yaml, context)))
-            protocol = f"protocol={found.config.protocol.name}"
+            own = [word for word in self.overrides if not word.startswith(("modules", "protocol="))]
+            use = [
+                "--config-dir",
+                str(results / "budget"),
+                f"modules=[{yaml.stem}]",
+                f"protocol={found.config.protocol.name}",
+                *own,
+            ]
             print(f"To {budget}: {found.dial.said(found.chosen.value)}, written to {yaml}. To use it:")
-            print(f"  quicksilver run --config-dir {results / 'budget'} modules=[{yaml.stem}] {protocol}")
+            print(f"  quicksilver run {shlex.join(use)}")
             print(f"or add to a command of your own: {shlex.join(dials.frozen_overrides(found, yaml))}\n")
         if reports:
             config = reports[0][0].config

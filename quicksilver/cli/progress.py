@@ -272,8 +272,11 @@ def _versus(name: str, record: Record, other: Record, column: str = "") -> Itera
     from quicksilver.report.table import FALSE_DISCOVERIES, signed
 
     def said(low: float, high: float, differences: Any) -> str:
-        sure = low * high > 0 and sign_flip_p(differences) <= FALSE_DISCOVERIES  # both, as in the tables
-        return "no difference beyond chance" if not sure else "better" if high < 0 else "worse"
+        if low * high <= 0:
+            return "no difference beyond chance"
+        if (p := sign_flip_p(differences)) > FALSE_DISCOVERIES:  # both, as in the tables
+            return f"no difference beyond chance (p = {100 * p:.1f}%)"
+        return "better" if high < 0 else "worse"
 
     nll, _, other_nll, _ = pairs_of(record, other, "nll_nats", f"{column}nll_nats")
     paired = paired_records(record, other, baseline_column=f"{column}nll_nats")

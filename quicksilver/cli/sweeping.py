@@ -137,6 +137,8 @@ def _print_plan(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequ
     elsewhere = launcher not in HERE or any(config.model.device_map != "cpu" for config in left)
     if left or len(configs) == len(swept):
         print(table(estimates(left, differing=options), not_here(left), workers, elsewhere))
+        if launcher in HERE and launcher != SERIAL:
+            print("Workers on this machine share its processors: together they take about as long as one process.")
     else:
         print("Nothing would run: what has no record is refused (above).")
     return 2 if len(configs) < len(swept) else 0

@@ -102,7 +102,8 @@ class Manifest:
     def command(self) -> str:
         """What makes it, or resumes it."""
         folders = (f"--config-dir={folder}" for folder in self.extra_dirs)
-        return shlex.join(("quicksilver", "run", *folders, *self.words, f"name={self.name}"))
+        workers = (f"workers={self.workers}",) if self.launcher != "basic" else ()
+        return shlex.join(("quicksilver", "run", *folders, *self.words, *workers, f"name={self.name}"))
 
     def label(self, run: SweepRun) -> str:
         """`[17/200] tau_drift=p40`, the run's name everywhere."""

@@ -128,14 +128,16 @@ class Show(ResultsFolder):
         if len(self.names) == 2:
             ours, theirs = (self._record(name)[1] for name in self.names)
             print(beside(ours, theirs))
-            if (one := _options(ours.config["modules"])) != (other := _options(theirs.config["modules"])):
-                print(f"  options      {one or 'defaults'} against {other or 'defaults'}")
+            one, other = (_options(record.config["modules"]) for record in (ours, theirs))
+            if one != other:
+                first, second = (", ".join(said for said in own if said not in its) for own, its in ((one, other), (other, one)))
+                print(f"  options      {first or 'defaults'} against {second or 'defaults'}")
             return 0
         store, record = self._record(self.names[0] if self.names else "")
         name, folder = record.fingerprint, record.path
         print(summary(record))
         if options := _options(record.config["modules"]):
-            print(f"  options      {options}")
+            print(f"  options      {', '.join(options)}")
         if record.is_kept and store.path(name).is_dir():
             print(f"  care         this is the repository's record. Yours: quicksilver show {store.path(name)}")
         if folder.is_dir():
@@ -167,7 +169,7 @@ class Show(ResultsFolder):
         return store, load_record(max(found.values(), key=lambda one: one.stat().st_mtime if one.is_dir() else 0.0))
 
 
-def _options(modules: Mapping[str, Mapping[str, Any]]) -> str:
+def _options(modules: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The options of a record's modules that are not their defaults; all of a module of the user's."""
     from quicksilver.runs.config import compose
 
@@ -180,7 +182,7 @@ def _options(modules: Mapping[str, Mapping[str, Any]]) -> str:
             key: value for key, value in entry.items() if key != "_target_" and (key not in default or default[key] != value)
         }
         said += [f"{name}.{key}={value}" for key, value in differing.items()]
-    return ", ".join(said)
+    return said
 
 
 @dataclass

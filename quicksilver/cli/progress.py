@@ -190,9 +190,10 @@ def summary(record: Record) -> str:
         what = "looks ahead, or decides by something else than the tokens: later tokens moved earlier logits."
         lines.append(f"  care         {'+'.join(record.config['modules'])} {what}{also}")
     saved_pct, kl = record.flops_saved_pct("nominal"), quality.kl_nats
+    charged_pct = record.flops_saved_pct("paper") or 0.0  # fewer bits are charged less by the paper's formula alone
     if record.dense is not None and quality.ppl == record.dense.ppl and saved_pct == 0:
         lines.append("  care         nothing was decided: perplexity and operations are exactly those of dense inference.")
-    elif saved_pct is not None and 0 <= saved_pct < 0.5 and kl is not None and kl < 0.001:
+    elif saved_pct is not None and 0 <= saved_pct < 0.5 and charged_pct < 0.5 and kl is not None and kl < 0.001:
         lines.append(
             "  care         hardly anything was decided: nearly the result of dense inference. Sweep the option that decides."
         )

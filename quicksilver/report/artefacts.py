@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import importlib
 import importlib.util
 import re
@@ -164,7 +165,8 @@ class Artefact:
 
     def answers(self, number: str) -> bool:
         """Whether it is asked for by `number`: one of its own, or a part of one (`2b` of figure 2)."""
-        return number in self.numbers or (self.is_numbered and number[-1:].isalpha() and number[:-1] in self.numbers)
+        part = self.kind == "figure" and self.is_numbered and number[-1:] in "abcd" and number[:-1] in self.numbers
+        return number in self.numbers or part
 
     def build(self, outcomes: Sequence[Outcome], name: str) -> Table | Figure:
         """The table or figure called `name`, with the records that it is made of and the claims that it answers."""
@@ -296,6 +298,8 @@ def find(kind: str, number: str) -> Artefact:
     known = ", ".join(artefact.number for artefact in there if artefact.kind == kind)
     other = next((artefact for artefact in there if all(map(artefact.answers, asked))), None)
     hint = "" if other is None else f"There is a {other.kind} {other.number}. "
+    if close := difflib.get_close_matches(number, [artefact.number for artefact in there if artefact.kind == kind], n=2):
+        hint += f"Did you mean {' or '.join(close)}? "
     raise ConfigError(
         f"There is no {kind} {number} in this version. {hint}{kind.capitalize()}s: {known}; `list` says what each is."
     )

@@ -87,7 +87,7 @@ LEGEND = (  # a column, and what is said where a row has it
     (
         "executed_flops",
         "FLOPs saved has three ledgers. exec: operations that ran, signals and modules included. nominal: the dense formula on active tokens. "
-        "paper: Appendix J's formula, comparable with the paper's column only. It charges a bit-width bits/16; App. J's own β saves less (Table "
+        "paper: Appendix J's formula, comparable with the paper's column only. Of KV skipping alone it counts nothing, so that claim is judged by nominal. It charges a bit-width bits/16; App. J's own β saves less (Table "
         "3 shows both). prompt: exec, of the prompt alone.",
     ),
     (

@@ -336,4 +336,4 @@ def with_cells(text: str, results: Path) -> str:
         value = f"{frame[column].iloc[0]:{'+' * (shown[0] in '+-')}.{decimals}f}"
         return f"{value}{'%' * shown.endswith('%')}{source}"
 
-    return re.sub(r"([+-]?\d+(?:\.\d+)?%?)(<!-- (\w+) (\S+=\S+) (\w+) -->)", cell, text)
+    return re.sub(r"([+-]?\d+(?:\.\d+)?%?)(<!-- ([\w-]+) (\S+=\S+) (\w+) -->)", cell, text)

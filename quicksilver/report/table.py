@@ -102,7 +102,7 @@ class Table:
 
     def text(self, width: int | None = None) -> str:
         """For a terminal of `width` columns; None: as wide as it needs."""
-        parts = [self.title, "=" * len(self.title)]
+        parts = [self.title, "=" * min(len(self.title), width or 100)]
         for panel, printed in zip(self.panels, self.written().panels, strict=True):
             rows = _text(printed, [column.expendable for column in self.columns_of(panel)], width)
             parts += ["", panel.title, "-" * len(panel.title), "", *rows, "", *wrapped(panel.notes, width)]

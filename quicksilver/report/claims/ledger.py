@@ -78,12 +78,13 @@ _NUMBERS = ("target_low", "target_high", "measured", "measured_low", "measured_h
 _OF_RECORDS = (
     "protocol=all scores every position; protocol=continuation scores the tokens after a prompt, which it takes as known. tuned: the paper's "
     "mechanism with the setting that won on calibration text; the options in its command are the setting. noise: of the clock. "
-    "FLOPs are the paper's formula over all tokens, `paper` in what `quicksilver show` prints; `executed` there counts what really ran. Times are of prompt and continuation, unless a row says otherwise. "
+    "FLOPs are the paper's formula over all tokens, `paper` in what `quicksilver show` prints; `executed` there counts what really ran. Of KV "
+    "skipping alone that formula counts nothing: its FLOPs are `nominal`. Times are of prompt and continuation, unless a row says otherwise. "
     "`show` prints the record's own times, with their machine. `quicksilver claims … records=checked` judges what was measured here."
 )
 LEGEND = (
     "measured: with its 95% interval, a time with the quartiles of its rounds or the range of its processes; of several protocols each has its row. noise: of the clock; a difference inside it is none. Perplexity is compared in percent of dense perplexity, "
-    "operations in the paper's ledger, time in percent of dense inference in the same process.",
+    "operations in the paper's ledger (of KV skipping alone in the nominal one), time in percent of dense inference in the same process.",
     "reproduced: the interval reaches the claim and rules out that it is wrong by nearly its whole size. partly: it rules that out and does "
     "not reach the claim. not reproduced: neither. A saving is judged no better than the quality claimed with it, by the same run: where that "
     "is not reproduced or undecided, neither is the saving reproduced. A quality is reproduced at the claimed saving only. not comparable: a "

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import fakes
 import pytest
+import yaml
 
-from quicksilver.experiments.ablation import prompts, table11_ablation, table_front, table_generation
+from quicksilver.experiments.ablation import front, prompts, table11_ablation, table_generation
+from quicksilver.models.loading import EMBEDDED
 from quicksilver.records.store import Store
 from quicksilver.report.artefacts import find
 from quicksilver.report.table import read
@@ -17,13 +19,13 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.mark.parametrize(
     ("panel", "elsewhere", "keys"),
     [
-        (table_front.RECALL, prompts.far_context_rows, ["dense", "position", "truncated", "40"]),
-        (table_front.WRITTEN, table_generation.rows, ["position", "truncated", "40"]),
+        (front.RECALL, prompts.far_context_rows, ["dense", "position", "truncated", "40"]),
+        (front.WRITTEN, table_generation.rows, ["position", "truncated", "40"]),
     ],
 )
 def test_the_runs_of_a_column_are_those_of_its_table(panel, elsewhere, keys) -> None:
     there = {row.overrides for row in elsewhere()}
-    assert [row.key for row in table_front.rows() if row.panel == panel and row.overrides in there] == keys
+    assert [row.key for row in front.front_rows() if row.panel == panel and row.overrides in there] == keys
 
 
 def test_the_figure_of_far_context_draws_the_rows_of_its_table(tmp_path) -> None:
@@ -43,10 +45,10 @@ def test_the_figure_of_far_context_draws_the_rows_of_its_table(tmp_path) -> None
 
 def test_tuned_rows_are_the_best_chance_of_table_11() -> None:
     best = {row.key: row for row in table11_ablation.rows()}
-    same = [one for one in table11_ablation.BEST.items() if one in table_front.TUNED]
+    same = [one for one in table11_ablation.BEST.items() if one in front.TUNED]
     assert [mechanism for mechanism, _ in same] == ["halting", "halting_prompt", "fusion"]
     for mechanism, budget in same:
-        row = next(row for row in table_front.rows() if row.key == f"tuned.{mechanism}.{budget}")
+        row = next(row for row in front.front_rows() if row.key == f"tuned.{mechanism}.{budget}")
         for model in ("reference-gpt2", "reference-llama"):
             words = [one.words([f"model={model}"]) for one in (row, best[f"best.{mechanism}"])]
             assert len({str(compose(list(each)).modules) for each in words}) == 1
@@ -56,12 +58,12 @@ def test_each_row_has_the_far_recall_and_the_texts_of_its_own_module(tmp_path) -
     lost = {"position": 0.1, "40": 0.02}
 
     def made(row):
-        texts = fakes.generated() if (row.panel, row.key) == (table_front.WRITTEN, "40") else {}
-        return {"per_token": lost[row.key] * (1 if row.panel == table_front.RECALL else 0.5), "saved": 0.4, **texts}
+        texts = fakes.generated() if (row.panel, row.key) == (front.WRITTEN, "40") else {}
+        return {"per_token": lost[row.key] * (1 if row.panel == front.RECALL else 0.5), "saved": 0.4, **texts}
 
-    rows = [row for row in table_front.rows() if row.key in lost and (row.panel, row.key) != (table_front.WRITTEN, "position")]
+    rows = [row for row in front.front_rows() if row.key in lost and (row.panel, row.key) != (front.WRITTEN, "position")]
     outcomes = fakes.outcomes(tmp_path, rows, made)
-    frame = table_front.table(outcomes, "table_front").frame.set_index("key")
+    frame = front.table_front(outcomes, "table_front").frame.set_index("key")
     assert list(frame.index) == ["position", "40"]
     for key, nats in lost.items():
         assert frame.loc[key, "recall_delta_ppl_pct"] > frame.loc[key, "delta_ppl_pct"] > 0
@@ -73,5 +75,19 @@ def test_a_record_knows_whether_it_acted_on_scored_tokens() -> None:
     """By its operations alone: the paper's thresholds halt a few scored tokens, all others here act in the prompt."""
     rows = read(ROOT / "results" / "tables" / "table_front.json").entries
     store = Store(ROOT / "results")
-    acts = {row["key"]: store.get(str(row["record"])).acts_on_scored for row in rows if row["panel"] == table_front.PANEL}
+    acts = {row["key"]: store.get(str(row["record"])).acts_on_scored for row in rows if row["panel"] == front.PANEL}
     assert [key for key, found in acts.items() if found] == ["isolated.halting", "tuned.halting.15", "cumulative.quantization"]
+
+
+def test_nothing_is_chosen_for_the_second_training():
+    rows = {(row.panel, row.key): row.overrides for row in front.seeds_rows()}
+    one, other = front.SEEDS
+    assert {key: [word.replace(one, other) for word in words] for key, words in rows.items() if key[0].startswith(f"{one}.")} == {
+        (panel.replace(other, one), key): [*words] for (panel, key), words in rows.items() if panel.startswith(f"{other}.")
+    }
+    schedule = yaml.safe_load((EMBEDDED / one / "predicted_kv" / "schedules.yaml").read_text())["schedules"][40]["schedule"]
+    assert yaml.safe_load(front.SCHEDULE.replace(":", ": ")) == schedule
+    shared = [row for row in front.seeds_rows() if row.key in front.BOTH and row.panel.startswith(f"{one}.")]
+    assert {tuple(sorted(row.overrides)) for row in shared} <= {
+        tuple(sorted((*row.overrides, f"model={one}"))) for row in front.front_rows()
+    }

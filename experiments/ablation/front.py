@@ -139,7 +139,7 @@ def _found(frame: pd.DataFrame) -> Iterator[str]:
         yield (
             f"{FOUND}predicting the K/V of stopped tokens (ours) {saved('40')} for {cost('40')} perplexity; truncating the prompt "
             f"{saved('truncated')} for {cost('truncated')}. {'' if apart else 'Perplexity does not tell them apart. '}"
-            f"KL × 100 is {100 * ours['kl_nats']:.1f} against {100 * cut['kl_nats']:.1f}; when answers depend on distant context, perplexity rises by {cost('40', 'recall_')} "
+            f"KL × 100 is {100 * ours['kl_nats']:.1f} against {100 * cut['kl_nats']:.1f}; when answers depend on distant context, perplexity changes by {cost('40', 'recall_')} "
             f"against {cost('truncated', 'recall_')}."
         )
 

@@ -382,7 +382,8 @@ FLOOR, POOLED = "noise_floor_pct", "pooled_noise_floor_pct"
 
 
 def pool_noise(rows: Sequence[dict[str, Any]], phase: str = "") -> None:
-    """Pool the rows' floors: the median over their runs, which one disturbed run does not move. A noisier run keeps its own floor.
+    """Pool the rows' floors: the median over their runs, which one disturbed run does not move, and no less than what the dense row differs from
+    itself. A noisier run keeps its own floor.
 
     A record that stands in several rows counts once. Rows without a time stay as they are.
 
@@ -390,11 +391,12 @@ def pool_noise(rows: Sequence[dict[str, Any]], phase: str = "") -> None:
         rows: with `record` and `PHASEnoise_floor_pct`, which is replaced; `PHASEpooled_noise_floor_pct` is added.
         phase: before the names of the columns, `prompt_` for instance.
     """
-    floor, pooled = f"{phase}{FLOOR}", f"{phase}{POOLED}"
+    floor, pooled, speedup = f"{phase}{FLOOR}", f"{phase}{POOLED}", f"{phase}speedup_pct"
+    itself = [abs(row.get(speedup) or 0.0) for row in rows if row.get("record") and row.get("record") == row.get("dense_record")]
     own = {row["record"]: row[floor] for row in rows if row.get(floor) is not None}
     for row in rows:
         if row.get("record") in own:
-            row[pooled] = statistics.median(own.values())
+            row[pooled] = max(statistics.median(own.values()), *itself, 0.0)
             row[floor] = max(row[pooled], own[row["record"]])
 
 
@@ -449,7 +451,8 @@ class Committed(NamedTuple):
 
 
 def committed(csv: Path) -> Committed | None:
-    """The version of `csv` in git's HEAD, or, outside a git tree, the file as it stands. None: there is neither."""
+    """The version of `csv` in git's HEAD; outside a git tree that of the clone that the package lies in, or the file as it stands. None: there is
+    none of them."""
 
     def git(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["git", *words], cwd=csv.parent, capture_output=True, text=True, encoding="utf-8")
@@ -457,6 +460,9 @@ def committed(csv: Path) -> Committed | None:
     if csv.parent.is_dir() and shutil.which("git") and git("rev-parse", "--is-inside-work-tree").returncode == 0:
         shown = git("show", f"HEAD:./{csv.name}")
         return Committed(pd.read_csv(io.StringIO(shown.stdout)), f"{csv} at HEAD") if shown.returncode == 0 else None
+    clone = Path(__file__).resolve().parents[2] / "results" / csv.parent.name / csv.name
+    if clone.is_file():
+        return Committed(pd.read_csv(clone), str(clone))
     return Committed(pd.read_csv(csv), f"{csv} as it stood") if csv.is_file() else None
 
 

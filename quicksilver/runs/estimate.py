@@ -30,9 +30,7 @@ if TYPE_CHECKING:
     from quicksilver.runtime.architecture import Architecture
 
 SHAPES = Path(__file__).resolve().parents[1] / "models" / "shapes"
-_MATMUL_SHARE = (
-    0.45  # of the speed of a large product: six runs of the reference models gave 0.3 to 0.7 on an AMD EPYC with two cores
-)
+_MATMUL_SHARE = 0.45  # of the speed of a large product: 0.3 to 0.7 in six runs of the reference models
 _START_S = 4.0  # of a command: imports, weights and text
 _RUN_S = 1.0  # of each run: its record and its first, slower pass
 _FASTER, _SLOWER = 0.7, 1.5  # the range that is printed
@@ -54,7 +52,8 @@ class Speed:
 @dataclass(frozen=True)
 class Estimate:
     """What one run takes: operations and calls of all its passes, weights alone and all memory (with the largest batch's logits, states and K/V),
-    and the disk of its record. Seconds at risk are what a kill costs at most: a block of windows, or all passes that have none. `calibrates`: a threshold is a percentile."""
+    and the disk of its record. Seconds at risk are what a kill costs at most: a block of windows, or all passes that have none. `calibrates`: a
+    threshold is a percentile."""
 
     label: str
     flops: int

@@ -312,28 +312,26 @@ def fill_readme(readme: Path, results: Path) -> str:
 
 
 def with_cells(text: str, results: Path) -> str:
-    """`text` with each number before `<!-- TABLE column=value,… COLUMN -->` as that cell of `results/tables/TABLE.csv` has it, with as many
-    decimals, and signed if it was.
+    """`text` with each number before `<!-- TABLE column=value,… COLUMN -->` as that cell of `results/tables/TABLE.json` has it, with as many
+    decimals, and signed if it was. Of other models and texts the repository has no CSV.
 
     Raises:
         ConfigError: no such table, or not one such cell.
     """
 
-    import pandas as pd
-
     def cell(match: re.Match[str]) -> str:
         shown, source, name, where, column = match.groups()
-        path = results / "tables" / f"{name}.csv"
+        path = results / "tables" / f"{name}.json"
         if not path.is_file():
             raise ConfigError(f"{path} is not there: make it first: quicksilver reproduce all.")
-        frame = pd.read_csv(path, dtype={"key": str})
+        rows = read(path).entries
         for one in where.split(","):
             key, _, value = one.partition("=")
-            frame = frame[frame[key].astype(str) == value]
-        if len(frame) != 1:
-            raise ConfigError(f"{where} names {len(frame)} rows of {path}: name one.")
+            rows = [row for row in rows if str(row[key]) == value]
+        if len(rows) != 1:
+            raise ConfigError(f"{where} names {len(rows)} rows of {path}: name one.")
         decimals = len(shown.partition(".")[2].rstrip("%"))
-        value = f"{frame[column].iloc[0]:{'+' * (shown[0] in '+-')}.{decimals}f}"
+        value = f"{rows[0][column]:{'+' * (shown[0] in '+-')}.{decimals}f}"
         return f"{value}{'%' * shown.endswith('%')}{source}"
 
     return re.sub(r"([+-]?\d+(?:\.\d+)?%?)(<!-- ([\w-]+) (\S+=\S+) (\w+) -->)", cell, text)

@@ -446,10 +446,11 @@ def test_numbers_of_the_findings_are_cells_of_committed_tables(tmp_path):
     assert page.count("<!-- ") > 30
     assert with_cells(page, ROOT / "results") == page
     (tmp_path / "tables").mkdir()
-    (tmp_path / "tables" / "table11.csv").write_text("panel,key,ppl\nall,40,12.345\nall,50,-3\n")
+    rows = (("all", "40", 12.346), ("all", "50", -3.0))
+    (tmp_path / "tables" / "table11.json").write_bytes(Written("table", "table11", "T", ("panel", "key", "ppl"), rows).json())
     at = "<!-- table11 panel=all,key={} ppl -->"
     assert with_cells(f"+1.00%{at.format(40)} 9.9{at.format(50)} 7", tmp_path) == f"+12.35%{at.format(40)} -3.0{at.format(50)} 7"
-    for wrong, says in ((at.format(60), "names 0 rows"), (at.format(40).replace("11", "12"), "table12.csv is not there")):
+    for wrong, says in ((at.format(60), "names 0 rows"), (at.format(40).replace("11", "12"), "table12.json is not there")):
         with pytest.raises(ConfigError, match=says):
             with_cells(f"1{wrong}", tmp_path)
 

@@ -180,6 +180,7 @@ def table_seeds(outcomes: Sequence[Outcome], name: str) -> Table:
         *LEGEND[:-1],
         "tuned: table front says how. All settings were chosen on calibration text for seed 42, and none for seed 43. Thresholds are percentiles of "
         "each model's own signals. Predict K/V: the schedule is that of table front, the map a ridge regression on 40 windows of the calibrating part "
-        "of the run's text. There the map was also trained. Weights of seed 43 are not in the package.",
+        "of the run's text. There the map was also trained. Weights of seed 43 are not in the package. Its docstrings, a part of the training text, are those "
+        "of other package versions.",
     )
     return Table(name, "One recipe, trained from two seeds", pd.concat(frames, ignore_index=True), found, legend)

@@ -138,7 +138,7 @@ def _print_plan(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequ
     if left or len(configs) == len(swept):
         print(table(estimates(left, differing=options), not_here(left), workers, elsewhere))
         if launcher in HERE and launcher != SERIAL:
-            print("Workers on this machine share its processors: together they take about as long as one process.")
+            print("The time is that of one process. Workers on this machine share its processors.")
     else:
         print("Nothing would run: what has no record is refused (above).")
     return 2 if len(configs) < len(swept) else 0

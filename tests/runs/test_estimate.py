@@ -47,7 +47,8 @@ def test_a_model_of_70_billion_parameters_is_planned_without_memory(folder, caps
     assert dense.weights_bytes == 2 * parameters
     assert dense.memory_bytes > dense.weights_bytes
     assert ours.flops > dense.flops > 2 * 0.9 * parameters * 4 * config.protocol.window_tokens
-    assert ours.seconds == pytest.approx(1 + ours.flops / 0.45e12, rel=0.5)  # and the calibration text
+    assert dense.seconds == pytest.approx(1 + dense.flops / 0.45e12)
+    assert ours.seconds > 1 + ours.flops / 0.45e12  # and the calibration text
     assert console.main(["run", *words, "dataset.windows=4", "plan=true"]) == 0
     out = capsys.readouterr().out
     assert "llama2-70b | python-docs | halting | all" in out

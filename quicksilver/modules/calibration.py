@@ -154,7 +154,8 @@ def is_percentile(value: object) -> TypeGuard[str]:
 def check_thresholds(name: str, value: float | Sequence[float] | str, low: float = 0.0, high: float = math.inf) -> None:
     """What can be said of thresholds before the model is known; raises ConfigError."""
     if is_percentile(value):
-        check_number(f"the percentile of {name}", float(value[1:]), 0, 100)
+        if float(value[1:]) > 100:
+            raise ConfigError(f"{name}={value!r} is no percentile: give one from 'p0' to 'p100', such as 'p25'.")
     elif is_list(value):
         if not value:
             raise ConfigError(f"{name}=[] names no threshold: give a number, or a list with one number per layer.")

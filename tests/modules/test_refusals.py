@@ -210,6 +210,7 @@ OPTIONS: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
         ({"criterion": "attention", "tau_kv": 0.1, "skipped_share": 0.5}, "needs one of tau_kv and skipped_share, not tau_kv=0.1 and skipped_share=0.5"),
         ({"criterion": "halted_and_attention"}, "needs tau_kv.*'p95'"),
         ({"criterion": "attention", "tau_kv": [0.1] * 3}, "tau_kv has 3 values.*10 layers"),
+        ({"criterion": "attention", "tau_kv": "p250"}, "tau_kv='p250' is no percentile: give one from 'p0' to 'p100'"),
         ({"criterion": "attention", "tau_kv": "p95"}, "tau_kv='p95'.*no calibration.*quicksilver calibrate"),
         ({"min_depth": 1.0}, "min_depth=1.0.*10 layers.*smaller fraction"),
     ],

@@ -119,7 +119,7 @@ def watched(steps: Sequence[Planned]) -> Iterator[Callable[[Progress], None]]:
         there, reused = len(steps) - len(missing), sum(step.reuses_quality for step in missing)
         runs = f"{len(steps)} run{'s' * (len(steps) != 1)}"
         checks = (
-            f" {reused} of these take{'s' * (reused == 1)} the repository's quality after checking some windows."
+            f" {reused} of these take{'s' * (reused == 1)} the repository's quality after some windows are measured again; records=own measures all."
             if reused
             else ""
         )

@@ -171,4 +171,7 @@ def test_the_first_line_says_which_runs_reuse_committed_quality(capsys):
     steps: list = [SimpleNamespace(done=False, reuses_quality=reuses) for reuses in (True, True, False)]
     with progress.watched(steps):
         pass
-    assert "3 must be made. 2 of these take the repository's quality after checking some windows" in capsys.readouterr().err
+    assert (
+        "3 must be made. 2 of these take the repository's quality after some windows are measured again"
+        in capsys.readouterr().err
+    )

@@ -78,9 +78,11 @@ _NUMBERS = ("target_low", "target_high", "measured", "measured_low", "measured_h
 _OF_RECORDS = (
     "protocol=all scores every position; protocol=continuation scores the tokens after a prompt, which it takes as known. tuned: the paper's "
     "mechanism with the setting that won on calibration text; the options in its command are the setting. noise: of the clock. "
-    "FLOPs are the paper's formula over all tokens, `paper` in what `quicksilver show` prints; `executed` there counts what really ran. Of KV "
-    "skipping alone that formula counts nothing: its FLOPs are `nominal`. Times are of prompt and continuation, unless a row says otherwise. "
-    "`show` prints the record's own times, with their machine. `quicksilver claims … records=checked` judges what was measured here."
+    "Brackets are 95% intervals; of a time they are the quartiles of its rounds, or the range of its processes. "
+    "FLOPs are the paper's formula over all tokens, `paper` in what `quicksilver show` prints. `executed` there counts what really ran, signals "
+    "included: it can be below zero where the formula saves. Of KV skipping alone that formula counts nothing: its FLOPs are `nominal`. Times "
+    "are of prompt and continuation, unless a row says otherwise. Those of several processes are in results/times; `show` prints the record's "
+    "own, with their machine. `quicksilver claims … records=checked` judges what was measured here."
 )
 LEGEND = (
     "measured: with its 95% interval, a time with the quartiles of its rounds or the range of its processes; of several protocols each has its row. noise: of the clock; a difference inside it is none. Perplexity is compared in percent of dense perplexity, "

@@ -442,7 +442,7 @@ def _answered(claim: _Claim, answers: Sequence[tuple[Source, AnsweredBy]]) -> tu
             where = {"artefact": source.artefact.name, "command": source.command, "run": shlex.join(outcome.row.words(asked))}
             if claim.what.kind == "time" and (timed := source.processes[answer.panel]):
                 where["timed"] = (
-                    f"in {len(timed)} processes on {timed[-1].machine.split(',')[0]}; the record below has the time of another one"
+                    f"in {len(timed)} processes on {timed[-1].machine.split(',')[0]}; the record below has the time of another process"
                 )
             elif claim.what.kind == "time":
                 where["timed"] = f"in one process on {record.environment.gpu or record.environment.cpu}"

@@ -186,7 +186,7 @@ def test_the_committed_ledger_has_what_is_computed():
 
 def test_a_committed_time_names_its_processes_and_their_machine():
     said = told(pd.DataFrame(read(ROOT / "results" / "claims.json").entries), ["table11.isolated.halting"])
-    assert re.search(r"^  timed      in \d processes on .*; the record below has the time of another one$", said, re.M)
+    assert re.search(r"^  timed      in \d processes on .*; the record below has the time of another process$", said, re.M)
     assert "  its time   quicksilver time table 11" in said
     alone = re.findall(r"^  row alone  quicksilver run (.*) records=own$", said, re.M)
     assert {compose(shlex.split(one)).protocol.name for one in alone} == {"all", "continuation"}

@@ -172,6 +172,6 @@ def test_the_first_line_says_which_runs_reuse_committed_quality(capsys):
     with progress.watched(steps):
         pass
     assert (
-        "3 must be made. 2 of these take the repository's quality after some windows are measured again"
+        "3 must be made. 2 of these take the repository's quality after some windows are measured again; records=own measures all."
         in capsys.readouterr().err
     )

@@ -539,11 +539,13 @@ def ledger(sources: Sequence[Source], name: str = "claims", others: Mapping[str,
     rows = frame(sources)
     elsewhere = {label: standing(found) for label, found in (others or {}).items()}
     texts = {label: _other_texts(found) for label, found in (others or {}).items()}
+    measured = {label: set(found.loc[found["record"] != "", "claim"].map(_outcome)) for label, found in (others or {}).items()}
     there = [
         "; ".join(
             f"{texts[label].get(claim, label)}: {found[claim]}"
             for label, found in elsewhere.items()
-            if found.get(claim) in LEAST_FAVOURABLE[:3]
+            if found.get(claim)
+            in LEAST_FAVOURABLE[: 4 if claim in measured[label] else 3]  # not measured, with a record: undecided
         )
         for claim in rows["claim"].map(_outcome)
     ]

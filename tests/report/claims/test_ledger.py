@@ -267,6 +267,9 @@ def test_an_outcome_counts_once_by_its_least_favourable_row_and_says_how_it_is_e
     beside = table.frame.set_index("claim").loc["p4.joint.flops_saved_pct", "elsewhere"]
     assert set(beside) == {"another: not reproduced"}
     assert "another: " in table.title
+    undecided = found.assign(verdict="not measured")
+    table = ledger(sources, others={"wide": undecided, "absent": undecided.assign(record="")})
+    assert set(table.frame.set_index("claim").loc["p4.joint.flops_saved_pct", "elsewhere"]) == {"wide: not measured"}
 
 
 def test_the_verdict_on_a_tuned_setting_stands_beside_and_is_not_counted(tmp_path):

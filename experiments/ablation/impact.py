@@ -87,7 +87,7 @@ _JOINT = "cumulative.quantization"
 _JOINT_CLAIMS = ("figure6.joint", "section3.ablation", "abstract.joint", "conclusion.joint", "faq.joint", "p4.joint", "p4.half")
 CUMULATIVE_ANSWERS: dict[str, AnsweredBy | tuple[AnsweredBy, ...]] = {
     **dict.fromkeys(_JOINT_CLAIMS, AnsweredBy("continuation", _JOINT)),
-    "f2.kv_skipping.added_speedup_pct": _in_both("cumulative.kv_skipping", of=added_speedup),
+    "f2.kv_skipping.added_speedup_pct": _in_both("cumulative.kv_skipping", of=added_speedup, versus="cumulative.halting"),
     "p4.stability.delta_ppl": tuple(
         one for step in ("halting", "kv_skipping", "fusion", "quantization") for one in _in_both(f"cumulative.{step}")
     ),

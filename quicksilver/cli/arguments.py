@@ -94,14 +94,14 @@ class Command(Options):
     @classmethod
     def _refusal(cls, word: str, command: str) -> str:
         name, equals, _ = word.partition("=")
-        own, of_run = [f"{one}={about.metadata['shape']}" for one, about in cls.own_keys().items()], ""
+        takes = [f"{one}={about.metadata['shape']}" for one, about in cls.own_keys().items()]
         known = [*cls.own_keys(), *(run_keys() if cls.takes == "run" else ())]
         close = difflib.get_close_matches(first_part(name), known, n=2) if equals else []
         hint = f" Did you mean {' or '.join(close)}?" if close else ""
         if cls.takes == "run":
-            of_run = f"; and the keys of a run: {', '.join(one for one in run_keys() if one != 'hydra')}"
+            takes.append(f"the keys of a run: {', '.join(one for one in run_keys() if one != 'hydra')}")
         what = "there is no such key" if equals else f"{word!r} is not key=value"
-        return f"{word}: {what}.{hint} {command} takes {', '.join(own) or 'no key of its own'}{of_run}."
+        return f"{word}: {what}.{hint} {command} takes {', '.join(takes) or 'no key'}."
 
     @classmethod
     def help(cls) -> str:

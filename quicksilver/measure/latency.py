@@ -299,7 +299,7 @@ def _saved(one: Timing, of: str) -> str:
         if one.noise_floor_pct > LOUD:
             return f"{saved:.1f}%{of} time saved, not to be told from 0: the noise of the clock is {one.noise_floor_pct:.1f}%"
         return f"≈ 0{of} time saved: {saved:.1f}% is within the noise of the clock ({one.noise_floor_pct:.1f}%)"
-    return f"{saved:.1f}%{of} time saved (quartiles {low:.1f} to {high:.1f}; noise {one.noise_floor_pct:.1f}%)"
+    return f"{saved:.1f}%{of} time saved ({'slower; ' * (saved < 0)}quartiles {low:.1f} to {high:.1f}; noise {one.noise_floor_pct:.1f}%)"
 
 
 @dataclass

@@ -44,10 +44,14 @@ class TimedProcess:
     def __hash__(self) -> int:
         return hash((self.table, self.started))
 
+    def path(self, root: Path) -> Path:
+        """Its file below the results folder `root`."""
+        stamp = self.started.partition("+")[0].replace(":", "").replace("-", "")
+        return root / TIMES / f"{self.table}-{stamp}.json"
+
     def write(self, root: Path) -> Path:
         """Write it below the results folder `root`; returns the file."""
-        stamp = self.started.partition("+")[0].replace(":", "").replace("-", "")
-        path = root / TIMES / f"{self.table}-{stamp}.json"
+        path = self.path(root)
         write_atomically(path, (json.dumps(encoded(self)) + "\n").encode())
         return path
 

@@ -354,7 +354,9 @@ def table(found: Sequence[Estimate], absent: Sequence[str] = (), workers: int = 
             "Thresholds by percentile first need a pass over the calibration text, unless it was made. It is counted here, once."
         )
     if absent:
-        lines.append(f"Not on this machine: {', '.join(absent)}. A run looks below data.root=/folder, then asks the hub.")
+        lines.append(
+            f"Not on this machine: {', '.join(absent)}. A run looks below the folder given as data.root, then asks the hub."
+        )
     if memory > here:
         # What does not fit is read anew in every call.
         traffic = sum(one.calls * min(one.weights_bytes, max(0, one.memory_bytes - here)) for one in found)

@@ -399,7 +399,9 @@ def test_a_changed_file_makes_everything_forgotten_and_a_plan_runs_nothing(harne
     (experiments / "table09_broken.py").unlink()
     words, asked = ["reproduce", "all", f"results_dir={harness.results}"], []
     with monkeypatch.context() as patch:
-        patch.setattr("quicksilver.runs.estimate.estimates", lambda configs: asked.append([one.label for one in configs]) or [])
+        patch.setattr(
+            "quicksilver.runs.estimate.estimates", lambda configs, differing: asked.append([one.label for one in configs]) or []
+        )
         assert console.main([*words, "plan=true"]) == 0
     assert len(asked[0]) >= 2
     assert (harness.made, files(harness)) == ([], {})

@@ -74,6 +74,19 @@ def test_one_run_prints_what_its_record_says(words, capsys):
     assert "zz: no record below" in capsys.readouterr().err
 
 
+def test_show_prints_what_each_process_timed_again_with_its_file_and_every_option(capsys):
+    results = Path(__file__).parents[2] / "results"
+    rows = pd.read_csv(results / "claims.csv", keep_default_na=False).to_dict("records")
+    row = next(one for one in rows if one["kind"] == "tuned" and "processes" in one["timed"])
+    assert console.main(["show", row["record"], f"results_dir={results}"]) == 0
+    shown = capsys.readouterr().out
+    files = re.findall(r"^ {15}on .*: (\S+\.json)$", shown, re.M)
+    assert f"in {len(files)} processes on " in row["timed"]
+    assert all(row["record"] in Path(one).read_text() for one in files)
+    assert shown.count("  timed again  ") == len(files)
+    assert re.search(r"^  options .*decision_layers=\[\d", shown, re.M)
+
+
 def test_two_runs_without_a_prompt_are_compared_by_all_tokens(words, capsys):
     assert run(*words, "modules=[static_exit]", "protocol=all", "measure=sweep") == 0
     folder = Path(capsys.readouterr().out.splitlines()[-1].split()[-1])

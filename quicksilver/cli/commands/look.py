@@ -124,6 +124,7 @@ class Show(ResultsFolder):
     def main(self) -> int:
         """Print its summary, its files and its page."""
         from quicksilver.cli.progress import beside, summary
+        from quicksilver.records.times import timed_processes
 
         if len(self.names) == 2:
             ours, theirs = (self._record(name)[1] for name in self.names)
@@ -136,7 +137,12 @@ class Show(ResultsFolder):
         store, record = self._record(self.names[0] if self.names else "")
         name, folder = record.fingerprint, record.path
         print(summary(record))
-        if options := _options(record.config["modules"]):
+        for process in timed_processes(store.root):
+            if (again := process.results.get(name)) is not None:
+                print(f"  timed again  {again.line()}\n{' ' * 15}on {process.machine.split(',')[0]}: {process.path(store.root)}")
+        options = _options(record.config["modules"])
+        options += [f"{key}={record.config[key]}" for key in ("decision_layers", "precision") if record.config.get(key)]
+        if options:
             print(f"  options      {', '.join(options)}")
         if record.is_kept and store.path(name).is_dir():
             print(f"  care         this is the repository's record. Yours: quicksilver show {store.path(name)}")

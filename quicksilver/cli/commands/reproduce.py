@@ -95,8 +95,9 @@ class Reproduce(MakesRuns):
 
             if self.plan:
                 left, refused = without_record(missing), [job for job in every if job.error is not None]
+                rows = {id(job.config): job.name for job in every}
                 if left or not refused:
-                    print(table(estimates(left), not_here(left)), flush=True)
+                    print(table(estimates(left, differing=[rows[id(one)] for one in left]), not_here(left)), flush=True)
                 explain(refused, "No run of")
                 return 1 if refused else 0
             check_time(missing, self.yes)
@@ -153,11 +154,14 @@ def _source(records: str, jobs: Sequence[Job], store: Store) -> str:
         return "records=any: records of any machine"
     rows = [job.record for job in jobs if job.record is not None]
     made = {one.fingerprint: one for one in (*rows, *map(store.dense_of, rows))}.values()
-    reused = [one.confirmed.windows for one in made if one.confirmed is not None and one.confirmed.agrees]
+    reused = [one.confirmed for one in made if one.confirmed is not None and one.confirmed.agrees]
     if not reused:
         return f"records={records}: every row was measured on this machine"
-    those = f"quality of {len(reused)} of {len(made)} runs from committed records, of which {max(reused)} windows were checked"
-    return f"records={records}: times of this machine; {those}"
+    apart, here = max(one.largest_difference_nats for one in reused), len(made) - len(reused)
+    taken = f"the quality of {len(reused)} of {len(made)} runs is the repository's: {max(one.windows for one in reused)} windows{' of each' * (len(reused) > 1)}"
+    agree = f"agree to {apart:.1g} nats a token" if apart else "are equal"
+    rest = f" The other{'s were' if here > 1 else ' was'} measured here." * (here > 0)
+    return f"records={records}: {taken} were scored again and {agree}.{rest} Times are of this machine."
 
 
 @dataclass
@@ -230,7 +234,7 @@ class Time(Command):
 class Claims(Command):
     """
     quicksilver claims
-    quicksilver claims table11.isolated.halting        these claims alone, with their commands and records
+    quicksilver claims table11.isolated.halting        every claim whose name begins so, with its commands and records
     quicksilver claims model=gpt2-large dataset=wikitext103
 
     Prints the ledger and writes it to results/claims.md, .csv and .json. Of some claims it prints more, and writes nothing.
@@ -241,9 +245,10 @@ class Claims(Command):
 
     def main(self) -> int:
         """Print and write the claims ledger."""
-        from quicksilver.report.claims.ledger import Source, answers_claims, ledger, told
+        from quicksilver.report.claims.ledger import Source, answers_claims, beginnings, ledger, told
         from quicksilver.runs.run import store_of
 
+        begins = beginnings(self.names, artefacts()) if self.names else []
         base = base_config(self.overrides)
         store = store_of(base)
         index = RecordIndex(base.results_dir, base.records)
@@ -260,7 +265,7 @@ class Claims(Command):
         whole = all(all_kept(source.outcomes, store) for source in sources) and not (refused or troubles or lacks)
         table = ledger(sources, name if whole else f"{name}{LOCAL_SUFFIX}", _others(store) if name == CLAIMS else {})
         if self.names:
-            said, clone = told(table.frame, self.names), experiments_folder().resolve().parent / "results"
+            said, clone = told(table.frame, begins), experiments_folder().resolve().parent / "results"
             print(said)
             if "\n  record " not in said and not (store.root / KEPT).is_dir():
                 there = clone if (clone / KEPT).is_dir() else "CLONE/results"

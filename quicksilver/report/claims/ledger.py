@@ -30,6 +30,7 @@ from quicksilver.report.claims.reported import (
     Reported,
     Target,
     Verdict,
+    by_the_rule,
     contradictions,
     difference,
     function_words_pct,
@@ -49,9 +50,9 @@ from quicksilver.runtime.errors import ConfigError, QuickSilverError
 # The models that the paper's absolute numbers are of (App. J calls gpt2-medium's shape by gpt2-large's size), and its GPU.
 PAPER_MODELS = ("gpt2-large", "gpt2-medium")
 PAPER_GPU = "A100"
-VERDICTS: tuple[Verdict, ...] = ("reproduced", "partly", "not reproduced", "not comparable", "not measured")
+VERDICTS: tuple[Verdict, ...] = ("reproduced", "partly", "not reproduced", "undecided", "not comparable", "not measured")
 # Of several rows of a claim the first of these is the claim's: it holds where it holds everywhere.
-LEAST_FAVOURABLE = ("not reproduced", "partly", "reproduced", "not measured", "not comparable")
+LEAST_FAVOURABLE = ("not reproduced", "partly", "reproduced", "undecided", "not measured", "not comparable")
 BY_DEFINITION: Verdict = "by definition"  # no verdict to be counted
 CONTRADICTIONS = "The paper against itself"
 STATEMENT, SETTING, TUNED = "statement", "setting", "tuned"
@@ -71,8 +72,8 @@ COLUMNS = [
         "verdict",
         "tuned",
     ),
-    *("elsewhere", "why", "timed", "artefact", "command", "run", "model", "weights_digest", "data", "token_digest", "gpu"),
-    *("record", "dense_record"),
+    *("elsewhere", "why", "note", "timed", "artefact", "command", "run", "model", "weights_digest", "data", "windows"),
+    *("token_digest", "gpu", "record", "dense_record", "against"),
 ]
 _NUMBERS = ("target_low", "target_high", "measured", "measured_low", "measured_high", "noise_floor", "lookahead")
 _OF_RECORDS = (
@@ -81,8 +82,8 @@ _OF_RECORDS = (
     "Brackets are 95% intervals; of a time they are the quartiles of its rounds, or the range of its processes. "
     "FLOPs are the paper's formula over all tokens, `paper` in what `quicksilver show` prints. `executed` there counts what really ran, signals "
     "included: it can be below zero where the formula saves. Of KV skipping alone that formula counts nothing: its FLOPs are `nominal`. Times "
-    "are of prompt and continuation, unless a row says otherwise. Those of several processes are in results/times; `show` prints the record's "
-    "own, with their machine. `quicksilver claims … records=checked` judges what was measured here."
+    "are of prompt and continuation, unless a row says otherwise. `show` prints the record's own, then those of each process. against: the "
+    "record that it is compared with, instead of dense inference. `quicksilver claims … records=checked` judges what was measured here."
 )
 LEGEND = (
     "measured: with its 95% interval, a time with the quartiles of its rounds or the range of its processes; of several protocols each has its row. noise: of the clock; a difference inside it is none. Perplexity is compared in percent of dense perplexity, "
@@ -90,7 +91,7 @@ LEGEND = (
     "reproduced: the interval reaches the claim and rules out that it is wrong by nearly its whole size. partly: it rules that out and does "
     "not reach the claim. not reproduced: neither. A saving is judged no better than the quality claimed with it, by the same run: where that "
     "is not reproduced or undecided, neither is the saving reproduced. A quality is reproduced at the claimed saving only. not comparable: a "
-    "setting, or an absolute number of another model or machine. not measured: no record, or an interval too wide. by definition: it could "
+    "setting, or an absolute number of another model or machine. undecided: an interval too wide to say. not measured: no record. by definition: it could "
     "not be otherwise; not counted. The whole rule: docs/verdicts.md.",
     "contradiction, consistent: computed from the paper's numbers alone; choice: the paper leaves it open.",
     "A verdict is about the model and the text that were measured: it does not say that the paper's number is wrong on its own. tuned: the "
@@ -114,6 +115,8 @@ class AnsweredBy:
         by_definition: why the number can be no other; then it is shown and not judged.
         tuned: the row has the setting that won on calibration text, not the paper's: its verdict stands in a column of its own.
         against: of a quality claimed with it, the row that it is a difference to; empty: dense inference.
+        versus: the key of the row that its own number is compared with, or what finds it among the outcomes; empty: dense inference.
+        own_time: its time is the record's own, of one process, though several timed the rows again.
     """
 
     panel: str
@@ -126,6 +129,8 @@ class AnsweredBy:
     by_definition: str = ""
     tuned: bool = False
     against: str = ""
+    versus: str | Callable[[Mapping[str, Outcome]], str] = ""
+    own_time: bool = False
 
     @property
     def is_computed(self) -> bool:
@@ -341,9 +346,8 @@ class _Claim:
         if beside is not None:
             lowered = (with_its_saving if what.kind == "quality" else with_its_quality)(judged, beside[1])
             if lowered != judged:
-                decided = "undecided" if beside[1] == "not measured" else beside[1]
-                return lowered, f"{judged} by itself, but {beside[0]}, claimed with it, is {decided}"
-        if judged == "not measured":
+                return lowered, f"{judged} by itself, but {beside[0]}, claimed with it, is {beside[1]}"
+        if judged == "undecided":
             return judged, "inconclusive: more windows or rounds are needed"
         gone, points = (1 - found.value, 100) if what.sense == "ratio" else (found.value, 1)
         if what.kind == "time" and abs(gone) <= found.floor:
@@ -440,9 +444,13 @@ def _answered(claim: _Claim, answers: Sequence[tuple[Source, AnsweredBy]]) -> tu
         elif same not in found:
             asked = [word for word in shlex.split(source.command) if "=" in word and not word.startswith("records=")]
             where = {"artefact": source.artefact.name, "command": source.command, "run": shlex.join(outcome.row.words(asked))}
-            if claim.what.kind == "time" and (timed := source.processes[answer.panel]):
+            panel = source.panels[answer.panel]
+            versus = answer.versus(panel) if callable(answer.versus) else answer.versus
+            if versus and (other := panel[versus].record) is not None:
+                where["against"] = other.fingerprint
+            if claim.what.kind == "time" and not answer.own_time and (timed := source.processes[answer.panel]):
                 where["timed"] = (
-                    f"in {len(timed)} processes on {timed[-1].machine.split(',')[0]}; the record below has the time of another process"
+                    f"in {len(timed)} processes on {timed[-1].machine.split(',')[0]}: `show` of the record prints each, and its file"
                 )
             elif claim.what.kind == "time":
                 where["timed"] = f"in one process on {record.environment.gpu or record.environment.cpu}"
@@ -491,9 +499,13 @@ def _judged(claim: _Claim, answer: AnsweredBy, outcome: Outcome, record: Record,
         not answer.is_computed and claim.what.column == "paper_flops_saved_pct"
     )  # of which the ledger charges tokens by their width
     widths = widths and any(entry.get("beta", "bits_over_16") == "bits_over_16" for entry in entries)
-    reasons = (why, from_chance, "widths charged bits/16" if widths else "", answer.note)
+    executed = (
+        record.flops_saved_pct("executed") if claim.what.column == "paper_flops_saved_pct" and not answer.is_computed else None
+    )
+    ran = "" if executed is None else f"executed operations saved {executed:.1f}%"
     row: dict[str, Any] = dict(measured=found.value, measured_low=found.low, measured_high=found.high, verdict=verdict)
-    row["why"] = "; ".join(filter(None, reasons))
+    row["why"] = "; ".join(filter(None, (why, from_chance)))
+    row["note"] = "; ".join(filter(None, (answer.note, "widths charged bits/16" if widths else "", ran)))
     if found.floor:
         row["noise_floor"] = found.floor
     if claim.what.kind == "quality" and dense is not None and record.found("null", NullResult) is not None:
@@ -502,7 +514,12 @@ def _judged(claim: _Claim, answer: AnsweredBy, outcome: Outcome, record: Record,
             row |= dict(versus_null=_CHANCE[sign], versus_null_p=against["versus_null_p"])
     row |= dict(protocol=record.protocol.name, execution=record.execution, lookahead=record.lookahead)
     row |= dict(model=record.model.name, weights_digest=record.model.weights_digest[:SHORT])
-    row |= dict(data=record.data.name, token_digest=record.data.token_digest[:SHORT], gpu=record.environment.gpu)
+    row |= dict(
+        data=record.data.name,
+        windows=str(record.data.windows),
+        token_digest=record.data.token_digest[:SHORT],
+        gpu=record.environment.gpu,
+    )
     return row | dict(record=record.fingerprint, dense_record=dense.fingerprint if dense else None)
 
 
@@ -539,13 +556,11 @@ def ledger(sources: Sequence[Source], name: str = "claims", others: Mapping[str,
     rows = frame(sources)
     elsewhere = {label: standing(found) for label, found in (others or {}).items()}
     texts = {label: _other_texts(found) for label, found in (others or {}).items()}
-    measured = {label: set(found.loc[found["record"] != "", "claim"].map(_outcome)) for label, found in (others or {}).items()}
     there = [
         "; ".join(
             f"{texts[label].get(claim, label)}: {found[claim]}"
             for label, found in elsewhere.items()
-            if found.get(claim)
-            in LEAST_FAVOURABLE[: 4 if claim in measured[label] else 3]  # not measured, with a record: undecided
+            if found.get(claim) in LEAST_FAVOURABLE[:4]
         )
         for claim in rows["claim"].map(_outcome)
     ]
@@ -571,23 +586,32 @@ def ledger(sources: Sequence[Source], name: str = "claims", others: Mapping[str,
     return Table(name, title, rows, tuple(panels), LEGEND)
 
 
-def told(rows: pd.DataFrame, asked: Sequence[str]) -> str:
-    """All that the ledger says of claims whose names begin with one of `asked`, with commands and records, for a terminal.
+def beginnings(asked: Sequence[str], artefacts: Sequence[Artefact]) -> list[str]:
+    """What names of claims were asked to begin with, as names are written.
 
     Raises:
         ConfigError: no claim's name begins so.
     """
-    names = list(dict.fromkeys(map(str, rows["claim"])))
-    asked = re.sub(r"\b(table|figure|section) +(?=\d)", r"\1", " ".join(asked).lower()).split()
-    for begins in asked:
-        if not any(name.startswith(begins) for name in names):
+    names = [f"{entry.id}.{name}" for entry in reported().values() for name in entry.quantities]
+    names += [row["claim"] for row in (*_conflicts(), *(one for artefact in artefacts for one in _statements(artefact)))]
+    begins = re.sub(r"\b(table|figure|section) +(?=\d)", r"\1", " ".join(asked).lower()).split()
+    for one in begins:
+        if not any(name.startswith(one) for name in names):
             heads = dict.fromkeys(name.rpartition(".")[0] for name in names)
-            close = [one for one in heads if set(begins.split(".")) <= set(one.split("."))][:3]
-            close = close or difflib.get_close_matches(begins, heads, n=2, cutoff=0.4)
+            close = [head for head in heads if set(one.split(".")) <= set(head.split("."))][:3]
+            words = list(dict.fromkeys(word for head in heads for word in head.split(".")))
+            meant = difflib.get_close_matches(one, words, n=1, cutoff=0.7)  # one word of a name, misspelt
+            close = close or [head for head in heads if meant and meant[0] in head.split(".")][:3]
+            close = close or difflib.get_close_matches(one, heads, n=2, cutoff=0.4)
             hint = f" Did you mean {' or '.join(close)}?" if close else ""
-            raise ConfigError(f"{begins}: no claim's name begins so.{hint} `quicksilver claims` prints all of them.")
+            raise ConfigError(f"{one}: no claim's name begins so.{hint} `quicksilver claims` prints all of them.")
+    return begins
+
+
+def told(rows: pd.DataFrame, begins: Sequence[str]) -> str:
+    """All that the ledger says of claims whose names begin with one of these, with commands and records, for a terminal."""
     blocks: list[tuple[list[str], list[str]]] = []  # what the paper says of claims, and what is said of all of them
-    for name, found in rows[rows["claim"].str.startswith(tuple(asked))].groupby("claim", sort=False):
+    for name, found in rows[rows["claim"].str.startswith(tuple(begins))].groupby("claim", sort=False):
         first = found.iloc[0]
         unit = first["unit"]
         if unit.startswith("% "):  # compared in another unit than the paper's
@@ -596,6 +620,10 @@ def told(rows: pd.DataFrame, asked: Sequence[str]) -> str:
         number_of = "" if name.endswith(".stated") else f"{first['reported']} {unit}   "
         paper = [f"{name} ({first['place']})", f"  paper      {number_of}“{' '.join(first['quote'].split())}”"]
         said = [line for row in found.to_dict("records") for line in _said_of(row)]
+        if (rows_of := int((found["kind"] == "claim").sum())) > 1 and (overall := standing(found)):
+            said.append(
+                f"  overall    {next(iter(overall.values()))}: the least favourable of these {rows_of} rows, the tuned ones left out"
+            )
         said += [f"  elsewhere  {first['elsewhere']}"] if first["elsewhere"] else []
         if blocks and blocks[-1][1] == said:  # such as the words of one sentence
             blocks[-1][0].extend(paper)
@@ -610,11 +638,17 @@ def told(rows: pd.DataFrame, asked: Sequence[str]) -> str:
 def _said_of(row: Mapping[str, Any]) -> Iterator[str]:
     """The lines of one row: what was measured, the verdict, and the commands that repeat it."""
     value, *more = _measurement(row)
+    value += f" {row['unit']}" * (value != "-" and bool(re.match("[a-z×]", row["unit"])))
     if re.match(r"-\d", value) and row["claim"].endswith("speedup_pct"):
         value += " (slower)"
     measured = " ".join((value, *more))
-    on = f"{measured}, protocol={row['protocol']}, {row['model']} on {row['data']}" if row["model"] else measured
-    said = {TUNED if row["kind"] == TUNED else "measured": on, "verdict": row["verdict"], "why": row["why"]}
+    on = (
+        f"{measured}, protocol={row['protocol']}, {row['model']} on {row['windows']} windows of {row['data']}"
+        if row["model"]
+        else measured
+    )
+    said = {TUNED if row["kind"] == TUNED else "measured": on, "note": row["note"], "verdict": row["verdict"]}
+    said["why"] = row["why"] or _by_the_rule(row)
     said |= {"selection": row["versus_null"], "timed": row["timed"], "repeat": row["command"]}
     said["row alone"] = row["run"] and f"quicksilver run {row['run']} records=own"
     if " processes " in row["timed"]:
@@ -622,8 +656,27 @@ def _said_of(row: Mapping[str, Any]) -> Iterator[str]:
     elif not row["command"] and (shown := re.match(r"(table|figure)(\d+)\.", row["claim"])):
         said["see"] = f"quicksilver reproduce {shown[1]} {shown[2]}"
     place = re.search(r" results_dir=\S+", row["command"])
-    said["record"] = row["record"] and f"quicksilver show {row['record'][:SHORT]}{place[0] if place else ''}"
+    for key in ("record", "against"):
+        said[key] = row[key] and f"quicksilver show {row[key][:SHORT]}{place[0] if place else ''}"
     yield from (f"  {key:<10} {text}" for key, text in said.items() if text and text != "-")
+
+
+def _by_the_rule(row: Mapping[str, Any]) -> str:
+    """Why the rule alone gives the verdict on one row; empty: it was not asked, or every answer was yes."""
+    value, low, high = numbers(row, "measured")
+    entry, _, name = row["claim"].rpartition(".")
+    if (
+        value is None
+        or low is None
+        or high is None
+        or row["verdict"] not in ("partly", "not reproduced")
+        or entry not in reported()
+    ):
+        return ""
+    target = Target(number(row, "target_low"), number(row, "target_high"))
+    return by_the_rule(
+        quantity(reported()[entry], name).sense, target, Estimate(value, low, high, number(row, "noise_floor") or 0.0)
+    )
 
 
 def standing(rows: pd.DataFrame) -> dict[str, str]:
@@ -716,7 +769,7 @@ def _words(column: str, width: int, without: str = "") -> Callable[[Mapping[str,
             head, _, tail = text.rpartition(".")
             return (f"{head}.", tail) if head else (tail,)
         if column == "why":
-            text = "; ".join(filter(None, (text, row["versus_null"] and f"selection {row['versus_null']}")))
+            text = "; ".join(filter(None, (text, row["note"], row["versus_null"] and f"selection {row['versus_null']}")))
         return tuple(textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)) or ("",)
 
     return cell

@@ -119,7 +119,7 @@ def quantity(entry: Reported, name: str) -> Quantity:
 # --- the rule of docs/verdicts.md ----------------------------------------------------------------------------------------------
 
 
-Verdict = Literal["reproduced", "partly", "not reproduced", "not comparable", "not measured", "by definition"]
+Verdict = Literal["reproduced", "partly", "not reproduced", "undecided", "not comparable", "not measured", "by definition"]
 
 NEARLY = 0.9  # a claim that is wrong by this share of its size is wrong altogether
 
@@ -163,7 +163,7 @@ def judge(sense: Sense, target: Target, estimate: Estimate) -> Verdict:
     reaches, rules_out = _questions(sense, target, estimate)
     if reaches:
         # An interval that contains the claim and its opposite is inconclusive.
-        return "reproduced" if rules_out else "not measured"
+        return "reproduced" if rules_out else "undecided"
     return "partly" if rules_out else "not reproduced"
 
 
@@ -195,14 +195,38 @@ def _questions(sense: Sense, target: Target, estimate: Estimate) -> tuple[bool, 
     return estimate.low <= high and estimate.high >= low, nothing < estimate.low and estimate.high < twice
 
 
+def by_the_rule(sense: Sense, target: Target, estimate: Estimate) -> str:
+    """Which of the two questions have the answer no, in words; empty: none, or zero is claimed."""
+    low, high = target.low, target.high
+    if low is not None and high is not None and low <= 0 <= high:
+        return ""
+    reaches, rules_out = _questions(sense, target, estimate)
+    if sense == "cost" or low is None:
+        assert high is not None
+        missed, no_more = f"begins above {high:.3g}", f"reaches {(1 + NEARLY) * high:.3g}, nearly twice the claim"
+    elif sense == "gain" or high is None:
+        least = max(estimate.floor, (1 - NEARLY) * low)
+        missed = f"ends below {low:.3g}"
+        no_more = f"does not lie above {least:.3g}, {'the noise' if least == estimate.floor else 'a tenth of the claim'}"
+    elif sense == "ratio":
+        missed, no_more = (
+            f"begins above {high:.3g}",
+            f"does not lie below {1 - max(estimate.floor, (1 - NEARLY) * (1 - high)):.3g}",
+        )
+    else:
+        missed, no_more = "does not overlap the claim", "is not within a tenth of the claim and 1.9 times it"
+    said = " and ".join([missed] * (not reaches) + [no_more] * (not rules_out))
+    return said and f"the interval {said}"
+
+
 def with_its_quality(saving: Verdict, quality: Verdict) -> Verdict:
     """The verdict on a saving, given that on the quality it is claimed with in the same run: no better than that quality. Where that is
     undecided, so is the saving; where it failed or cannot be compared nothing is left of it: leaving work out is easy."""
-    if saving == "not measured":
+    if saving == "undecided":
         return "not reproduced" if quality == "not reproduced" else saving
     if saving not in ("reproduced", "partly") or quality in ("reproduced", "by definition"):
         return saving
-    return quality if quality in ("partly", "not measured") else "not reproduced"
+    return quality if quality in ("partly", "undecided") else "not reproduced"
 
 
 def with_its_chance(share: Verdict, beyond: Verdict) -> Verdict:
@@ -210,7 +234,7 @@ def with_its_chance(share: Verdict, beyond: Verdict) -> Verdict:
     return share if _ORDER.index(share) >= _ORDER.index(beyond) else beyond
 
 
-_ORDER: tuple[Verdict, ...] = ("reproduced", "partly", "not measured", "not reproduced")
+_ORDER: tuple[Verdict, ...] = ("reproduced", "partly", "undecided", "not reproduced")
 
 
 def difference(claimed: float, chance: float, found: Estimate) -> Verdict:
@@ -244,7 +268,7 @@ def _halted(classes: Iterable[Reported]) -> tuple[float, float]:
 
 def with_its_saving(quality: Verdict, saving: Verdict) -> Verdict:
     """The verdict on a quality, given that on the operations it is claimed to save: quality at a smaller saving is *partly*."""
-    return "partly" if quality == "reproduced" and saving in ("partly", "not reproduced", "not measured") else quality
+    return "partly" if quality == "reproduced" and saving in ("partly", "not reproduced", "undecided") else quality
 
 
 # --- the paper against itself: rows of `contradictions.yaml`, and the arithmetic on its own numbers that decides them -------------

@@ -95,7 +95,7 @@ def test_without_records_every_claim_and_contradiction_has_a_row_that_says_why()
     (0.10, 0.08, 0.003, {}, ["partly"] * 3),  # quality at less than the claimed saving
     (0.25, 0.20, 0.2, {}, ["not reproduced"] * 3),
     (0.25, 0.20, 0.0095, {}, ["partly"] * 3),  # quality that partly holds
-    (0.25, 0.20, 0.0068, {"spread": 40.0}, ["not measured"] * 3),  # quality that is undecided
+    (0.25, 0.20, 0.0068, {"spread": 40.0}, ["undecided"] * 3),  # quality that is undecided
     (0.10, 0.08, 0.2, {}, ["not reproduced"] * 3),
     (0.0, -0.30, 0.2, {}, ["not reproduced"] * 3),
 ])  # fmt: skip
@@ -178,7 +178,7 @@ def test_a_charge_that_was_chosen_to_give_a_number_does_not_reproduce_it(tmp_pat
     # Another ledger, declared as an answer of its own, is judged.
     own = {claim: AnsweredBy("all", "run", of=lambda panel: Estimate(0.0, 0.0, 0.0), note="another β")}
     found = row([source(tmp_path / "own", named=None, answers=own, **run)], claim)
-    assert (found["verdict"], found["why"]) == ("not reproduced", "another β")
+    assert (found["verdict"], found["note"]) == ("not reproduced", "another β")
 
 
 @pytest.mark.parametrize("claim", ["table11.isolated.kv_skipping.flops_saved_pct", "p4.isolated.kv_skipping.flops_saved_pct"])
@@ -209,7 +209,7 @@ def test_a_file_declares_what_else_it_answers(tmp_path):
     sources = [source(tmp_path, answers=answers, saved=0.5, per_token=0.003)]
     joint, decay = row(sources, "p4.joint.flops_saved_pct"), row(sources, "k.decay.decay_per_layer")
     assert (joint["verdict"], joint["measured"]) == ("reproduced", pytest.approx(50))
-    assert (decay["verdict"], decay["why"]) == ("reproduced", "a fit")
+    assert (decay["verdict"], decay["note"]) == ("reproduced", "a fit")
     assert row(sources, "o.two_bits.two_bit_share_pct")["verdict"] == "not measured"
     # P.4's savings are claimed with P.4's stability.
     worse = [source(tmp_path, answers=answers, saved=0.5, per_token=0.3)]
@@ -267,9 +267,9 @@ def test_an_outcome_counts_once_by_its_least_favourable_row_and_says_how_it_is_e
     beside = table.frame.set_index("claim").loc["p4.joint.flops_saved_pct", "elsewhere"]
     assert set(beside) == {"another: not reproduced"}
     assert "another: " in table.title
-    undecided = found.assign(verdict="not measured")
-    table = ledger(sources, others={"wide": undecided, "absent": undecided.assign(record="")})
-    assert set(table.frame.set_index("claim").loc["p4.joint.flops_saved_pct", "elsewhere"]) == {"wide: not measured"}
+    undecided = found.assign(verdict="undecided")
+    table = ledger(sources, others={"wide": undecided, "absent": undecided.assign(verdict="not measured")})
+    assert set(table.frame.set_index("claim").loc["p4.joint.flops_saved_pct", "elsewhere"]) == {"wide: undecided"}
 
 
 def test_the_verdict_on_a_tuned_setting_stands_beside_and_is_not_counted(tmp_path):
@@ -289,7 +289,7 @@ def test_the_verdict_on_a_tuned_setting_stands_beside_and_is_not_counted(tmp_pat
     assert not any(panel.key == TUNED for panel in ledger([tuned]).panels)
     shown = told(found, [claim])
     assert shown.count("  row alone  quicksilver run ") == 2
-    assert re.search(r"\n  tuned      25\.\d%.*, protocol=all, .*\n  verdict    reproduced\n", shown)
+    assert re.search(r"\n  tuned      25\.\d%.*, protocol=all, .*\n  note .*\n  verdict    reproduced\n", shown)
 
 
 def test_claims_of_which_the_same_is_said_are_told_together(tmp_path):
@@ -304,7 +304,7 @@ def test_claims_of_which_the_same_is_said_are_told_together(tmp_path):
     (92.0, (55.0, 54.0, 56.0), "reproduced"),
     (92.0, (0.5, -0.5, 1.5), "not reproduced"),
     (60.0, (-20.0, -22.0, -18.0), "not reproduced"),
-    (92.0, (30.0, 2.0, 58.0), "not measured"),
+    (92.0, (30.0, 2.0, 58.0), "undecided"),
 ])  # fmt: skip
 def test_a_share_is_judged_by_its_difference_from_chance(tmp_path, share, beyond, verdict):
     answer = AnsweredBy(

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from quicksilver.report.claims.reported import NEARLY, Estimate, Target, judge, with_its_quality, with_its_saving
+from quicksilver.report.claims.reported import NEARLY, Estimate, Target, by_the_rule, judge, with_its_quality, with_its_saving
 
-RANK = {"not reproduced": 0, "partly": 1, "not measured": 1, "reproduced": 2}
+RANK = {"not reproduced": 0, "partly": 1, "undecided": 1, "reproduced": 2}
 sizes = st.floats(0.01, 1000)
 shares = st.floats(-3, 4)  # of the claimed number
 slack = st.floats(0, 0.2)
@@ -47,7 +47,7 @@ def test_a_narrower_interval_takes_nothing_back_that_was_ruled_out(sense, size, 
             "reproduced": {"reproduced", "partly"},
             "partly": {"partly"},
             "not reproduced": {"not reproduced", "partly"},
-            "not measured": {"reproduced", "partly", "not reproduced", "not measured"},
+            "undecided": {"reproduced", "partly", "not reproduced", "undecided"},
         }[before]
     )
 
@@ -76,7 +76,7 @@ def test_a_ratio_of_times_is_the_gain_that_it_leaves(ratio, low, high):
 def test_a_gain_inside_the_noise_of_the_clock_is_none(size, rounding, share, floor):
     estimate = measured(share * size, share * size, floor * size)
     if share <= floor:
-        assert judge("gain", claimed(size, rounding), estimate) in ("not reproduced", "not measured")
+        assert judge("gain", claimed(size, rounding), estimate) in ("not reproduced", "undecided")
 
 
 @given(sizes, st.floats(0, 2))
@@ -93,14 +93,14 @@ def test_an_open_side_is_a_gain_or_a_cost(bound, share):
     ("gain", (17.5, 18.5), (0.001, 0.001), "not reproduced"),
     ("gain", (17.5, 18.5), (15, 19), "reproduced"),
     ("gain", (17.5, 18.5), (40, 45), "reproduced"),
-    ("gain", (17.5, 18.5), (-5, 30), "not measured"),
-    ("gain", (17.5, 18.5), (-3, 4, 20), "not measured"),  # the noise of the clock is larger than the claim
+    ("gain", (17.5, 18.5), (-5, 30), "undecided"),
+    ("gain", (17.5, 18.5), (-3, 4, 20), "undecided"),  # the noise of the clock is larger than the claim
     ("gain", (17.5, 18.5), (-3, 4, 12), "not reproduced"),
     ("cost", (0.6, 0.7), (-1, 0.3), "reproduced"),
     ("cost", (0.6, 0.7), (0.5, 1.0), "reproduced"),
     ("cost", (0.6, 0.7), (0.8, 1.2), "partly"),
     ("cost", (0.6, 0.7), (0.8, 3.0), "not reproduced"),
-    ("cost", (0.6, 0.7), (0.1, 5.0), "not measured"),
+    ("cost", (0.6, 0.7), (0.1, 5.0), "undecided"),
     ("cost", (0.0, 1.1), (-6, -5), "reproduced"),
     ("cost", (-0.01, 0.01), (0.1, 0.2), "not reproduced"),
     ("match", (0.05, 0.1), (0.08, 0.12), "reproduced"),
@@ -115,18 +115,33 @@ def test_an_open_side_is_a_gain_or_a_cost(bound, share):
 ])  # fmt: skip
 def test_the_examples_of_the_page(sense, target, interval, verdict):
     assert judge(sense, Target(*target), measured(*interval)) == verdict
+    why = by_the_rule(sense, Target(*target), measured(*interval))
+    zero = target[0] <= 0 <= target[1]
+    assert (why != "") == (verdict != "reproduced" and not zero)
+
+
+def test_the_reason_has_the_numbers_that_the_interval_misses():
+    saved, lost = Target(17.5, 18.5), Target(0.6, 0.7)
+    assert (
+        by_the_rule("gain", saved, measured(1.5, 9.0, 8.05))
+        == "the interval ends below 17.5 and does not lie above 8.05, the noise"
+    )
+    assert by_the_rule("gain", saved, measured(3, 5)) == "the interval ends below 17.5"
+    assert by_the_rule("cost", lost, measured(0.1, 5)) == "the interval reaches 1.33, nearly twice the claim"
+    slower = by_the_rule("ratio", Target(0.395, 0.405), measured(1.4, 1.5))
+    assert slower == "the interval begins above 0.405 and does not lie below 0.941"
 
 
 def test_a_saving_is_no_better_than_its_quality_and_undecided_where_that_is():
     order = ["not reproduced", "partly", "reproduced"]
     for saving in order:
-        found = {quality: with_its_quality(saving, quality) for quality in (*order, "not measured", "not comparable")}
+        found = {quality: with_its_quality(saving, quality) for quality in (*order, "undecided", "not comparable")}
         assert found["reproduced"] == saving
         assert all(order.index(found[quality]) <= order.index(quality) for quality in order)
         assert found["not comparable"] == found["not reproduced"] == "not reproduced"
-        assert found["not measured"] == ("not reproduced" if saving == "not reproduced" else "not measured")
-    assert with_its_quality("not measured", "not reproduced") == "not reproduced"
+        assert found["undecided"] == ("not reproduced" if saving == "not reproduced" else "undecided")
+    assert with_its_quality("undecided", "not reproduced") == "not reproduced"
     # A quality is reproduced at the claimed saving only.
     assert with_its_saving("reproduced", "reproduced") == "reproduced"
-    assert {with_its_saving("reproduced", saving) for saving in ("partly", "not reproduced", "not measured")} == {"partly"}
+    assert {with_its_saving("reproduced", saving) for saving in ("partly", "not reproduced", "undecided")} == {"partly"}
     assert with_its_saving("not reproduced", "partly") == "not reproduced"

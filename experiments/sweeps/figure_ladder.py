@@ -77,8 +77,8 @@ def rows() -> list[Row]:
     for model in filter(is_there, DIALS):
         always = (*ALWAYS, f"model={model}")
         found.append(row_of(model, "", "dense", "Dense", "", *always))
-        # Not on the rungs: of the largest one there are no weights to make the record.
-        mine = {key: title for key, title in TECHNIQUES.items() if key != TRUNCATED or model in OTHERS}
+        # Of the largest rung there are no weights to make that record.
+        mine = {key: title for key, title in TECHNIQUES.items() if key != TRUNCATED or model != LADDER[-1]}
         found += [Row(model, "", key, title, (*always, *overrides(model, key))) for key, title in mine.items()]
     return found
 
@@ -301,8 +301,9 @@ def _trend(frame: pd.DataFrame) -> str:
     parts = []
     for row in trends.to_dict("records"):
         slope, undecided = _times_100(row, "kl_nats_per_doubling")
-        parts.append(f"{_named_in_text(row['key'])} {slope}{' (undecided)' * undecided}")
-    sizes = int(trends["sizes"].min())
+        fewer = f" ({row['sizes']:.0f} sizes)" * bool(row["sizes"] < trends["sizes"].max())
+        parts.append(f"{_named_in_text(row['key'])}{fewer} {slope}{' (undecided)' * undecided}")
+    sizes = int(trends["sizes"].max())
     of_two = ", a difference of two sizes and no line" if sizes == 2 else f", a line through {sizes} sizes"
     of_two += " trained on as many tokens" if trends["alike"].all() else ""
     return f"KL × 100 for each doubling of the parameters of a GPT-2{of_two}: {'; '.join(parts)}."

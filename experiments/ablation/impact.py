@@ -6,6 +6,7 @@ together is answered here too.
 
 from __future__ import annotations
 
+import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from quicksilver.records.times import TimedProcess
+from quicksilver.records.times import TimedProcess, one_by_one
 from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row, artefact, find
 from quicksilver.report.claims.ledger import AnsweredBy
@@ -70,12 +71,21 @@ def least_degrading(panel: Mapping[str, Outcome]) -> Estimate | None:
 
 
 def added_speedup(panel: Mapping[str, Outcome]) -> Estimate | None:
-    """Points of time gone that KV skipping adds to halting; the intervals of both add up."""
+    """Points of time gone that KV skipping adds to halting. Of several processes: the median of their differences, and the range. Of one: the
+    quartiles of both, set against each other."""
     again = timings([*panel.values()])
-    before, after = (_of_dense(panel[f"cumulative.{step}"], "speedup_pct", again) for step in ("halting", "kv_skipping"))
-    if before is None or after is None:
+    found = [
+        [_of_dense(panel[f"cumulative.{step}"], "speedup_pct", those) for step in ("halting", "kv_skipping")]
+        for those in one_by_one(again)
+    ]
+    pairs = [(before, after) for before, after in found if before is not None and after is not None]
+    if not pairs:
         return None
-    floor = max(before.floor, after.floor)
+    floor = statistics.median(max(before.floor, after.floor) for before, after in pairs)
+    if again:
+        apart = [after.value - before.value for before, after in pairs]
+        return Estimate(statistics.median(apart), min(apart), max(apart), floor)
+    ((before, after),) = pairs
     return Estimate(after.value - before.value, after.low - before.high, after.high - before.low, floor)
 
 

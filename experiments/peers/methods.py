@@ -7,6 +7,7 @@ paper's, with the one number that its text repeats, 0.40 of a quantized baseline
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,7 @@ from quicksilver.measure.deployment import DeploymentResult
 from quicksilver.measure.latency import LatencyResult, Timing
 from quicksilver.measure.measurement import Quartiles
 from quicksilver.records.record import Record
-from quicksilver.records.times import TimedProcess, over
+from quicksilver.records.times import TimedProcess, one_by_one, over
 from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row, artefact
 from quicksilver.report.claims.ledger import AnsweredBy
@@ -117,16 +118,20 @@ def _searched(row: Row, module: str) -> Row:
 def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     """`comparison.frame` with what a comparison needs.
 
-    `prompt_time_ratio`: time of the prompt over that of the dense model, and `versus_int8`: the same over that of dynamic int8, as in
-    Figure 8. `token_ratio`: time per decoded token over dense, with its quartiles; `token_noise_pct`: its noise floor.
+    `prompt_time_ratio`: time of the prompt over that of the dense model. `versus_int8`: over that of dynamic int8, as in Figure 8; of
+    several processes the median of their quotients. `token_ratio`: time per decoded token over dense, with its quartiles; `token_noise_pct`: its noise floor.
     `judged_speedup_pct` and `judged_loss_pct`: the speedup of the prompt where it is beyond the noise floor and Δ perplexity where its
     interval does not contain 0, else 0; `front`: no row, the dense model included, has as much of the one for no more of the other.
     """
     found = comparison.frame(outcomes)
     processes = provenance.timings(outcomes)
     found = found.join(pd.DataFrame([_more(outcome, processes) for outcome in outcomes], index=found.index, columns=_MORE))
-    quantised = found.loc[found["key"] == QUANTISED, "prompt_time_ratio"]
-    found["versus_int8"] = found["prompt_time_ratio"] / (float(quantised.iloc[0]) if len(quantised) else float("nan"))
+    each = one_by_one(processes)
+    ratios = pd.DataFrame(
+        [[_prompt_ratio(outcome, those) for those in each] for outcome in outcomes], index=found.index, dtype=float
+    )
+    quantised = ratios[found["key"] == QUANTISED]
+    found["versus_int8"] = ratios.div(quantised.iloc[0]).median(axis=1) if len(quantised) else float("nan")
     speedup, noise = found["prompt_speedup_pct"], found["prompt_noise_floor_pct"]
     found["judged_speedup_pct"] = speedup.where(speedup.abs() > noise, 0.0).where(speedup.notna())
     loss, low, high = (found[f"delta_ppl_pct{part}"] for part in ("", "_low", "_high"))
@@ -149,18 +154,22 @@ def prompt_timing(record: Record, processes: Sequence[TimedProcess]) -> Timing |
     return record.measured("latency", LatencyResult).timing(prompt=True)
 
 
+def _prompt_ratio(outcome: Outcome, processes: Sequence[TimedProcess]) -> float | None:
+    """Time of the prompt over that of the dense model, whose own is 1."""
+    timing = None if outcome.record is None else prompt_timing(outcome.record, processes)
+    return None if timing is None else 1.0 if outcome.row.key == "dense" else timing.ratio.median
+
+
 def _more(outcome: Outcome, processes: Sequence[TimedProcess]) -> dict[str, Any]:
     record = outcome.record
     if record is None:
         return {}
-    row: dict[str, Any] = {}
-    timing = prompt_timing(record, processes)
-    if timing is not None:
-        row["prompt_time_ratio"] = 1.0 if outcome.row.key == "dense" else timing.ratio.median
+    ratio = _prompt_ratio(outcome, processes)
+    row: dict[str, Any] = {} if ratio is None else {"prompt_time_ratio": ratio}
     served = record.found("deployment", DeploymentResult)
     if served is not None and served.per_token_ratio is not None:
-        ratio = served.per_token_ratio
-        row |= {"token_ratio": ratio.median, "token_ratio_low": ratio.low, "token_ratio_high": ratio.high}
+        of_token = served.per_token_ratio
+        row |= {"token_ratio": of_token.median, "token_ratio_low": of_token.low, "token_ratio_high": of_token.high}
         row |= {"token_noise_pct": served.noise_floor_pct, "same_first_tokens": served.same_first_tokens}
     return row
 
@@ -250,43 +259,48 @@ def table_peers(outcomes: Sequence[Outcome], name: str) -> Table:
 Time = tuple[Quartiles, float]  # over dense, and the noise floor in percent
 
 
-def _timed(outcomes: Mapping[str, Outcome], *, decoded: bool) -> dict[str, Time]:
+def _timed(outcomes: Mapping[str, Outcome], processes: Sequence[TimedProcess] = (), *, decoded: bool) -> dict[str, Time]:
     """Times of the prompt by key of the row, or of a token decoded after one."""
     records = {key: one.record for key, one in outcomes.items() if one.record is not None}
     if decoded:
         served = {key: record.found("deployment", DeploymentResult) for key, record in records.items()}
         return {key: (one.per_token_ratio, one.noise_floor_pct) for key, one in served.items() if one and one.per_token_ratio}
-    processes = provenance.timings([*outcomes.values()])
     timed = {key: found for key, record in records.items() if (found := prompt_timing(record, processes)) is not None}
     return {key: (one.ratio, one.noise_floor_pct) for key, one in timed.items()}
 
 
-def _quotient(one: Time, other: Time) -> Estimate:
-    """Of two times over dense: the ends of both intervals are set against each other."""
-    (a, noise), (b, its_noise) = one, other
-    return Estimate(a.median / b.median, a.low / b.high, a.high / b.low, max(noise, its_noise) / 100)
+def _three_over(outcomes: Mapping[str, Outcome], other: str, *, decoded: bool) -> Estimate | None:
+    """Time under the paper's three over that of another row; None: one of them was not timed. Of several processes: the median of their
+    quotients, and the range. Of one: the ends of both intervals, set against each other."""
+    processes = () if decoded else provenance.timings([*outcomes.values()])
+    found = [_timed(outcomes, those, decoded=decoded) for those in one_by_one(processes)]
+    if any(not {THREE, other} <= timed.keys() for timed in found):
+        return None
+    pairs = [(timed[THREE], timed[other]) for timed in found]
+    floor = statistics.median(max(noise, its_noise) / 100 for (_, noise), (_, its_noise) in pairs)
+    quotients = [ours.median / theirs.median for (ours, _), (theirs, _) in pairs]
+    if processes:
+        return Estimate(statistics.median(quotients), min(quotients), max(quotients), floor)
+    (((ours, _), (theirs, _)),) = pairs
+    return Estimate(quotients[0], ours.low / theirs.high, ours.high / theirs.low, floor)
 
 
 def _versus_int8(outcomes: Mapping[str, Outcome], *, decoded: bool) -> Estimate | None:
     """Time under the paper's three over that of dynamic int8."""
-    timed = _timed(outcomes, decoded=decoded)
-    return _quotient(timed[THREE], timed[QUANTISED]) if {THREE, QUANTISED} <= timed.keys() else None
+    return _three_over(outcomes, QUANTISED, decoded=decoded)
 
 
 def _fastest(outcomes: Mapping[str, Outcome], *, decoded: bool) -> str:
     """The key of the fastest method of others; empty: none was timed."""
-    timed = _timed(outcomes, decoded=decoded)
+    timed = _timed(outcomes, () if decoded else provenance.timings([*outcomes.values()]), decoded=decoded)
     others = [key for key in timed if outcomes[key].row.section not in (DENSE, OURS)]
     return min(others, key=lambda key: timed[key][0].median, default="")
 
 
 def _lead(outcomes: Mapping[str, Outcome], *, decoded: bool) -> Estimate | None:
     """Percent of the time of the fastest method of others that the paper's three take less."""
-    timed, fastest = _timed(outcomes, decoded=decoded), _fastest(outcomes, decoded=decoded)
-    if THREE not in timed or not fastest:
-        return None
-    found = _quotient(timed[THREE], timed[fastest])
-    return Estimate(100 * (1 - found.value), 100 * (1 - found.high), 100 * (1 - found.low), 100 * found.floor)
+    found = _three_over(outcomes, _fastest(outcomes, decoded=decoded), decoded=decoded)
+    return found and Estimate(100 * (1 - found.value), 100 * (1 - found.high), 100 * (1 - found.low), 100 * found.floor)
 
 
 def _both(of: Callable[..., Estimate | None], versus: Callable[..., str], against: str) -> tuple[AnsweredBy, ...]:

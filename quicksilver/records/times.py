@@ -100,6 +100,11 @@ def shared(processes: Sequence[TimedProcess], fingerprints: Iterable[str]) -> li
     return [one for one in whole if one.machine == whole[-1].machine]
 
 
+def one_by_one(processes: Sequence[TimedProcess]) -> list[tuple[TimedProcess, ...]]:
+    """Each alone, for what is compared within one; none at all once, where a record's own time is taken."""
+    return [(one,) for one in processes] or [()]
+
+
 def over(processes: Sequence[TimedProcess], fingerprint: str, *, prompt: bool) -> Timing | None:
     """The median over processes, with the range of their medians as its ends; None: the protocol has no prompt."""
     each = [found for one in processes if (found := one.results[fingerprint].timing(prompt=prompt)) is not None]

@@ -90,7 +90,7 @@ def build(artefact: Artefact, jobs: Sequence[Job], base: RunConfig, overrides: S
     product = artefact.build(outcomes, name if all_kept(outcomes, store) and not says_less else f"{name}{LOCAL_SUFFIX}")
     written = product.write(folder, svg=True) if svg and not isinstance(product, Table) else product.write(folder)
     own = [record for one in outcomes for record in one.records if not record.is_kept]
-    confirmed = any(record.confirmed is not None for record in own)  # its notes say how far it is
+    confirmed = bool(own) and all(record.confirmed is not None for record in own)  # its notes say how far it is
     return Made(product, "" if confirmed else distance(product.frame, reference, f"{name}.csv"), written)
 
 

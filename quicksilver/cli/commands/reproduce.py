@@ -159,9 +159,10 @@ def _source(records: str, jobs: Sequence[Job], store: Store) -> str:
         return f"records={records}: every row was measured on this machine"
     apart, here = max(one.largest_difference_nats for one in reused), len(made) - len(reused)
     taken = f"the quality of {len(reused)} of {len(made)} runs is the repository's: {max(one.windows for one in reused)} windows{' of each' * (len(reused) > 1)}"
+    timed = " Times are of this machine." * any(map(has_time, rows))
     agree = f"agree to {apart:.1g} nats a token" if apart else "are equal"
     rest = f" The other{'s were' if here > 1 else ' was'} measured here." * (here > 0)
-    return f"records={records}: {taken} were scored again and {agree}.{rest} Times are of this machine."
+    return f"records={records}: {taken} were scored again and {agree}.{rest}{timed}"
 
 
 @dataclass

@@ -83,7 +83,7 @@ _OF_RECORDS = (
     "FLOPs are the paper's formula over all tokens, `paper` in what `quicksilver show` prints. `executed` there counts what really ran, signals "
     "included: it can be below zero where the formula saves. Of KV skipping alone that formula counts nothing: its FLOPs are `nominal`. Times "
     "are of prompt and continuation, unless a row says otherwise. `show` prints the record's own, then those of each process. against: the "
-    "record that it is compared with, instead of dense inference. `quicksilver claims … records=checked` judges what was measured here."
+    "record that it is compared with, instead of dense inference, in each process by itself. `quicksilver claims … records=checked` judges what was measured here."
 )
 LEGEND = (
     "measured: with its 95% interval, a time with the quartiles of its rounds or the range of its processes; of several protocols each has its row. noise: of the clock; a difference inside it is none. Perplexity is compared in percent of dense perplexity, "
@@ -91,7 +91,7 @@ LEGEND = (
     "reproduced: the interval reaches the claim and rules out that it is wrong by nearly its whole size. partly: it rules that out and does "
     "not reach the claim. not reproduced: neither. A saving is judged no better than the quality claimed with it, by the same run: where that "
     "is not reproduced or undecided, neither is the saving reproduced. A quality is reproduced at the claimed saving only. not comparable: a "
-    "setting, or an absolute number of another model or machine. undecided: an interval too wide to say. not measured: no record. by definition: it could "
+    "setting, or an absolute number of another model or machine. undecided: an interval too wide to say. not measured: no record, or energy without a counter. by definition: it could "
     "not be otherwise; not counted. The whole rule: docs/verdicts.md.",
     "contradiction, consistent: computed from the paper's numbers alone; choice: the paper leaves it open.",
     "A verdict is about the model and the text that were measured: it does not say that the paper's number is wrong on its own. tuned: the "
@@ -243,6 +243,11 @@ class _Claim:
         return self.id == f"{self.entry.against}.{self.what.base}"
 
     @property
+    def absolute(self) -> str:
+        """What is said of a number of the paper's own model."""
+        return f"an absolute number of {self.entry.about.split(',')[0].split(' on ')[0]}"
+
+    @property
     def stated(self) -> tuple[float | None, float | None]:
         """What is claimed as the paper has it, a single number within its rounding."""
         if self.name in self.entry.bounds:
@@ -330,14 +335,17 @@ class _Claim:
         floor = number(found, self.what.floor) if self.what.floor and answer.column is None else None
         return Estimate(value, low, high, floor or 0.0)
 
-    def verdict(self, record: Record, found: Estimate, beside: tuple[str, Verdict] | None = None) -> tuple[Verdict, str]:
-        """The verdict by one record and why, where the rule alone does not say it; `beside`: the claim made with it, and the verdict on that."""
+    def verdict(
+        self, record: Record, found: Estimate, beside: tuple[str, Verdict, Estimate] | None = None
+    ) -> tuple[Verdict, str]:
+        """The verdict by one record and why, where the rule alone does not say it; `beside`: the claim made with it, and the verdict on that by
+        this record and what it measured."""
         what = self.what
         if self.name in self.entry.not_comparable:
             return "not comparable", self.entry.not_comparable[self.name]
         if what.sense == "level" or self.is_reference:
             if record.model.name not in PAPER_MODELS:
-                return "not comparable", f"an absolute number of {self.entry.about.split(',')[0].split(' on ')[0]}"
+                return "not comparable", self.absolute
             if what.kind in ("time", "energy") and PAPER_GPU not in (record.environment.gpu or ""):
                 return "not comparable", "an absolute number of the paper's GPU"
         if what.kind == "quality" and record.lookahead:
@@ -346,9 +354,12 @@ class _Claim:
         if beside is not None:
             lowered = (with_its_saving if what.kind == "quality" else with_its_quality)(judged, beside[1])
             if lowered != judged:
-                return lowered, f"{judged} by itself, but {beside[0]}, claimed with it, is {beside[1]}"
+                its = " ".join(
+                    _measurement(dict(measured=(two := beside[2]).value, measured_low=two.low, measured_high=two.high, unit="%"))
+                )
+                return lowered, f"{judged} by itself, but {beside[0]}, claimed with it, is {beside[1]} in this run: {its}"
         if judged == "undecided":
-            return judged, "inconclusive: more windows or rounds are needed"
+            return judged, "the interval is too wide to say"
         gone, points = (1 - found.value, 100) if what.sense == "ratio" else (found.value, 1)
         if what.kind == "time" and abs(gone) <= found.floor:
             return judged, f"within the clock's noise of {points * found.floor:.1f}%"
@@ -472,7 +483,10 @@ def _not_judged(claim: _Claim, answers: Sequence[tuple[Source, AnsweredBy]], rea
         return {"verdict": BY_DEFINITION, **said, "why": fixed or _ZERO}
     made = any(one is not None and one.record is not None for _, one in there)
     if claim.name in entry.not_comparable or (what.sense == "level" and (what.kind == "tokens" or made)):
-        return {"verdict": "not comparable", "why": entry.not_comparable.get(claim.name) or entry.not_measured or said["why"]}
+        return {
+            "verdict": "not comparable",
+            "why": entry.not_comparable.get(claim.name) or entry.not_measured or (claim.absolute if made else said["why"]),
+        }
     return {"verdict": "not measured", **said}
 
 
@@ -481,7 +495,7 @@ def _judged(claim: _Claim, answer: AnsweredBy, outcome: Outcome, record: Record,
     beside = None  # the claim made together with this one, and the verdict on it alone by the same record
     if other is not None and dense is not None:
         its = other.estimate(AnsweredBy(answer.panel, answer.key), {answer.key: outcome})
-        beside = None if its is None else (other.id, other.verdict(record, its)[0])
+        beside = None if its is None else (other.id, other.verdict(record, its)[0], its)
     fixed = answer.by_definition or ("" if answer.is_computed else entry.by_definition.get(claim.name, ""))
     verdict, why = (BY_DEFINITION, fixed) if fixed else claim.verdict(record, found, beside)
     beyond = None if answer.beyond_chance is None else answer.beyond_chance(record)
@@ -502,7 +516,7 @@ def _judged(claim: _Claim, answer: AnsweredBy, outcome: Outcome, record: Record,
     executed = (
         record.flops_saved_pct("executed") if claim.what.column == "paper_flops_saved_pct" and not answer.is_computed else None
     )
-    ran = "" if executed is None else f"executed operations saved {executed:.1f}%"
+    ran = "" if executed is None else f"executed FLOPs saved, of all tokens: {executed:.1f}%"
     row: dict[str, Any] = dict(measured=found.value, measured_low=found.low, measured_high=found.high, verdict=verdict)
     row["why"] = "; ".join(filter(None, (why, from_chance)))
     row["note"] = "; ".join(filter(None, (answer.note, "widths charged bits/16" if widths else "", ran)))
@@ -516,7 +530,7 @@ def _judged(claim: _Claim, answer: AnsweredBy, outcome: Outcome, record: Record,
     row |= dict(model=record.model.name, weights_digest=record.model.weights_digest[:SHORT])
     row |= dict(
         data=record.data.name,
-        windows=str(record.data.windows),
+        windows="" if answer.of or answer.of_record else str(record.data.windows),
         token_digest=record.data.token_digest[:SHORT],
         gpu=record.environment.gpu,
     )
@@ -642,11 +656,8 @@ def _said_of(row: Mapping[str, Any]) -> Iterator[str]:
     if re.match(r"-\d", value) and row["claim"].endswith("speedup_pct"):
         value += " (slower)"
     measured = " ".join((value, *more))
-    on = (
-        f"{measured}, protocol={row['protocol']}, {row['model']} on {row['windows']} windows of {row['data']}"
-        if row["model"]
-        else measured
-    )
+    many = f"{row['windows']} windows of " * bool(row["windows"])
+    on = f"{measured}, protocol={row['protocol']}, {row['model']} on {many}{row['data']}" if row["model"] else measured
     said = {TUNED if row["kind"] == TUNED else "measured": on, "note": row["note"], "verdict": row["verdict"]}
     said["why"] = row["why"] or _by_the_rule(row)
     said |= {"selection": row["versus_null"], "timed": row["timed"], "repeat": row["command"]}

@@ -203,15 +203,15 @@ def by_the_rule(sense: Sense, target: Target, estimate: Estimate) -> str:
     reaches, rules_out = _questions(sense, target, estimate)
     if sense == "cost" or low is None:
         assert high is not None
-        missed, no_more = f"begins above {high:.3g}", f"reaches {(1 + NEARLY) * high:.3g}, nearly twice the claim"
+        missed, no_more = f"begins above {high:.3g}", f"ends above {(1 + NEARLY) * high:.3g}, nearly twice the claim"
     elif sense == "gain" or high is None:
         least = max(estimate.floor, (1 - NEARLY) * low)
         missed = f"ends below {low:.3g}"
-        no_more = f"does not lie above {least:.3g}, {'the noise' if least == estimate.floor else 'a tenth of the claim'}"
+        no_more = f"begins below {least:.3g}, {'the noise' if least == estimate.floor else 'a tenth of the claim'}"
     elif sense == "ratio":
         missed, no_more = (
             f"begins above {high:.3g}",
-            f"does not lie below {1 - max(estimate.floor, (1 - NEARLY) * (1 - high)):.3g}",
+            f"ends above {1 - max(estimate.floor, (1 - NEARLY) * (1 - high)):.3g}",
         )
     else:
         missed, no_more = "does not overlap the claim", "is not within a tenth of the claim and 1.9 times it"

@@ -23,7 +23,7 @@ from quicksilver.records.times import timed_processes
 from quicksilver.report.artefacts import artefacts, find
 from quicksilver.report.comparison import Committed, committed, distance
 from quicksilver.report.reproduction import FOUND, UNUSABLE, fill_readme, with_cells
-from quicksilver.report.table import Heading, PrintedPanel, PrintedRow, Section, Written
+from quicksilver.report.table import Heading, PrintedPanel, PrintedRow, Section, Written, read
 from quicksilver.runs import jobs as answers
 from quicksilver.runs.jobs import FAILED, REFUSED
 from quicksilver.runtime.errors import ConfigError
@@ -455,6 +455,30 @@ def test_numbers_of_the_findings_are_cells_of_committed_tables(tmp_path):
     for wrong, says in ((at.format(60), "names 0 rows"), (at.format(40).replace("11", "12"), "table12.json is not there")):
         with pytest.raises(ConfigError, match=says):
             with_cells(f"1{wrong}", tmp_path)
+
+
+LLAMA, SEEDS, USED = "table_front-reference-llama-python-docs", "table_seeds", "table_context_used"
+SECOND, PROMPT = "reference-gpt2-seed43.continuation", "tuned.halting_prompt.15"
+
+
+@pytest.mark.parametrize(("said", "cells"), [
+    ("default halting costs {:+.1f}%, not {:+.1f}%", [(SEEDS, SECOND, "isolated.halting", "delta_ppl_pct"),
+        (SEEDS, "reference-gpt2.continuation", "isolated.halting", "delta_ppl_pct")]),
+    ("saves {:.0f}% for {:+.0f}% on reference-llama, in the prompt only {:.0f}% for {:+.1f}%", [
+        (LLAMA, "continuation", key, column) for key in ("tuned.halting.15", PROMPT) for column in ("prompt_executed_flops_saved_pct", "delta_ppl_pct")]),
+    ("for truncation ({:+.1f}% against {:+.1f}%)", [(LLAMA, "continuation", key, "recall_delta_ppl_pct") for key in ("truncated", "40")]),
+    ("far-llama {:+.1f} to {:+.1f}% of perplexity", [(USED, f"far-llama.{text}.960", "40", "delta_ppl_pct") for text in ("docs", "source")]),
+    ("far-gpt2 {:+.1f} to {:+.1f}% on code", [(USED, f"far-gpt2.{text}.960", "40", "delta_ppl_pct") for text in ("docs", "source")]),
+    ("truncation costs far-gpt2 {:+.0f}% [{:+.0f}, {:+.0f}], and prediction {:+.0f}% [{:+.0f}, {:+.0f}]", [
+        (USED, "far-gpt2.recall.960", key, f"delta_ppl_pct{end}") for key in ("truncated", "40") for end in ("", "_low", "_high")]),
+])  # fmt: skip
+def test_numbers_of_the_readmes_limits_are_cells_of_committed_tables(said, cells):
+    found = []
+    for table, panel, key, column in cells:
+        rows = read(ROOT / "results" / "tables" / f"{table}.json").entries
+        (row,) = (row for row in rows if (row["panel"], row["key"]) == (panel, key))
+        found.append(row[column])
+    assert said.format(*found).replace("-", "−") in (ROOT / "README.md").read_text(encoding="utf-8").replace("-", "−")
 
 
 def test_a_ledger_that_lacks_rows_does_not_replace_the_written_one(harness, monkeypatch, capsys):

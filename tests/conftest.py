@@ -31,6 +31,15 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest tests first: at the end one worker would wait for the other."""
+    items.sort(
+        key=lambda item: (
+            not item.nodeid.startswith(("tests/test_golden.py", "tests/cli/test_new.py", "tests/cli/test_calibrate.py"))
+        )
+    )
+
+
 def pytest_collection_finish() -> None:
     """Thousands of tests and the libraries behind them stay: the garbage collector need not look at them again and again."""
     gc.collect()

@@ -28,6 +28,7 @@ from quicksilver.report.claims.reported import (
     Estimate,
     Quantity,
     Reported,
+    Sense,
     Target,
     Verdict,
     by_the_rule,
@@ -350,7 +351,8 @@ class _Claim:
                 return "not comparable", "an absolute number of the paper's GPU"
         if what.kind == "quality" and record.lookahead:
             return "not comparable", "looks ahead: it knows tokens that it is asked to predict"
-        judged = judge("level" if self.is_reference else what.sense, self.target, found)
+        sense: Sense = "level" if self.is_reference else what.sense
+        judged = judge(sense, self.target, found)
         if beside is not None:
             lowered = (with_its_saving if what.kind == "quality" else with_its_quality)(judged, beside[1])
             if lowered != judged:
@@ -358,12 +360,10 @@ class _Claim:
                     _measurement(dict(measured=(two := beside[2]).value, measured_low=two.low, measured_high=two.high, unit="%"))
                 )
                 return lowered, f"{judged} by itself, but {beside[0]}, claimed with it, is {beside[1]} in this run: {its}"
-        if judged == "undecided":
-            return judged, "the interval is too wide to say"
         gone, points = (1 - found.value, 100) if what.sense == "ratio" else (found.value, 1)
         if what.kind == "time" and abs(gone) <= found.floor:
             return judged, f"within the clock's noise of {points * found.floor:.1f}%"
-        return judged, ""
+        return judged, by_the_rule(sense, self.target, found)
 
 
 @cache
@@ -460,9 +460,7 @@ def _answered(claim: _Claim, answers: Sequence[tuple[Source, AnsweredBy]]) -> tu
             if versus and (other := panel[versus].record) is not None:
                 where["against"] = other.fingerprint
             if claim.what.kind == "time" and not answer.own_time and (timed := source.processes[answer.panel]):
-                where["timed"] = (
-                    f"in {len(timed)} processes on {timed[-1].machine.split(',')[0]}: `show` of the record prints each, and its file"
-                )
+                where["timed"] = f"in {len(timed)} processes on {timed[-1].machine.split(',')[0]}"
             elif claim.what.kind == "time":
                 where["timed"] = f"in one process on {record.environment.gpu or record.environment.cpu}"
             found[same] = _judged(claim, answer, outcome, record, measured) | where
@@ -658,11 +656,11 @@ def _said_of(row: Mapping[str, Any]) -> Iterator[str]:
     measured = " ".join((value, *more))
     many = f"{row['windows']} windows of " * bool(row["windows"])
     on = f"{measured}, protocol={row['protocol']}, {row['model']} on {many}{row['data']}" if row["model"] else measured
-    said = {TUNED if row["kind"] == TUNED else "measured": on, "note": row["note"], "verdict": row["verdict"]}
-    said["why"] = row["why"] or _by_the_rule(row)
+    said = {TUNED if row["kind"] == TUNED else "measured": on, "note": row["note"], "verdict": row["verdict"], "why": row["why"]}
     said |= {"selection": row["versus_null"], "timed": row["timed"], "repeat": row["command"]}
     said["row alone"] = row["run"] and f"quicksilver run {row['run']} records=own"
     if " processes " in row["timed"]:
+        said["timed"] += ": `show` of the record prints each, and its file"
         said["its time"] = row["command"].replace("quicksilver reproduce", "quicksilver time", 1)
     elif not row["command"] and (shown := re.match(r"(table|figure)(\d+)\.", row["claim"])):
         said["see"] = f"quicksilver reproduce {shown[1]} {shown[2]}"
@@ -670,24 +668,6 @@ def _said_of(row: Mapping[str, Any]) -> Iterator[str]:
     for key in ("record", "against"):
         said[key] = row[key] and f"quicksilver show {row[key][:SHORT]}{place[0] if place else ''}"
     yield from (f"  {key:<10} {text}" for key, text in said.items() if text and text != "-")
-
-
-def _by_the_rule(row: Mapping[str, Any]) -> str:
-    """Why the rule alone gives the verdict on one row; empty: it was not asked, or every answer was yes."""
-    value, low, high = numbers(row, "measured")
-    entry, _, name = row["claim"].rpartition(".")
-    if (
-        value is None
-        or low is None
-        or high is None
-        or row["verdict"] not in ("partly", "not reproduced")
-        or entry not in reported()
-    ):
-        return ""
-    target = Target(number(row, "target_low"), number(row, "target_high"))
-    return by_the_rule(
-        quantity(reported()[entry], name).sense, target, Estimate(value, low, high, number(row, "noise_floor") or 0.0)
-    )
 
 
 def standing(rows: pd.DataFrame) -> dict[str, str]:

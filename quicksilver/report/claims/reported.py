@@ -196,27 +196,28 @@ def _questions(sense: Sense, target: Target, estimate: Estimate) -> tuple[bool, 
 
 
 def by_the_rule(sense: Sense, target: Target, estimate: Estimate) -> str:
-    """Which of the two questions have the answer no, in words; empty: none, or zero is claimed."""
+    """Which of the two questions have the answer no, in words; empty: none."""
     low, high = target.low, target.high
-    if low is not None and high is not None and low <= 0 <= high:
-        return ""
     reaches, rules_out = _questions(sense, target, estimate)
+    if reaches and rules_out:
+        return ""
+    if sense != "cost" and low is not None and high is not None and low <= 0 <= high:
+        return f"the value is not within {max(-low, high, estimate.floor):.3g} of 0"
     if sense == "cost" or low is None:
         assert high is not None
-        missed, no_more = f"begins above {high:.3g}", f"ends above {(1 + NEARLY) * high:.3g}, nearly twice the claim"
+        missed, no_more = f"begins above {high:.3g}", f"ends above {(1 + NEARLY) * high:.3g}"
+        no_more += ", nearly twice the claim" * (high > 0)
     elif sense == "gain" or high is None:
         least = max(estimate.floor, (1 - NEARLY) * low)
-        missed = f"ends below {low:.3g}"
-        no_more = f"begins below {least:.3g}, {'the noise' if least == estimate.floor else 'a tenth of the claim'}"
+        missed, no_more = f"ends below {low:.3g}", f"begins below {least:.3g}"
+        no_more += ", the noise" if least == estimate.floor > 0 else ", a tenth of the claim" * (low > 0)
     elif sense == "ratio":
-        missed, no_more = (
-            f"begins above {high:.3g}",
-            f"ends above {1 - max(estimate.floor, (1 - NEARLY) * (1 - high)):.3g}",
-        )
+        missed, no_more = f"begins above {high:.3g}", f"ends above {1 - max(estimate.floor, (1 - NEARLY) * (1 - high)):.3g}"
     else:
         missed, no_more = "does not overlap the claim", "is not within a tenth of the claim and 1.9 times it"
-    said = " and ".join([missed] * (not reaches) + [no_more] * (not rules_out))
-    return said and f"the interval {said}"
+    no_size = 0 in (low, high) and missed.split()[-1] == no_more.split()[-1] == "0"  # one question then, not two
+    said = " and ".join([missed] * (not reaches) + [no_more] * (not rules_out and not (no_size and not reaches)))
+    return f"the interval {said}"
 
 
 def with_its_quality(saving: Verdict, quality: Verdict) -> Verdict:

@@ -17,7 +17,6 @@ import pandas as pd
 
 from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.table import Table
 
@@ -28,9 +27,6 @@ PANELS = {
     "all": "Protocol all: every position scored, causal modules only",
     "continuation": "Protocol continuation: modules may look ahead inside the prompt; only the tokens after it are scored",
 }
-# Of every setting that the paper names, the one of least KL on calibration text that saves 15% of the prompt; 5% where none saves as much.
-# Prompt-only halting stands here at 15%, near the saving that the paper claims.
-BEST = {"halting": 15, fair_trial.PROMPT_ONLY: 15, "kv_skipping": 5, "fusion": 15}
 # Beside the paper's rows, under continuation: section -> key, what is printed; the settings are those of techniques.py.
 BESIDE: dict[str, dict[str, str | tuple[str, str]]] = {
     # Exactly the same work for each: only which tokens leave, and how, differs. Each has random tokens as its null.
@@ -51,13 +47,10 @@ BESIDE: dict[str, dict[str, str | tuple[str, str]]] = {
         "predicted.50": "at 50%",
     },
 }
-# Table fair_trial answers for the quality of these settings, without times; fusion's stands there with another budget.
+# Table fair_trial answers for the quality of these settings, without times.
 ANSWERS = {
-    f"table11.isolated.{mechanism}.speedup_pct": tuple(
-        AnsweredBy("continuation", f"best.{one}", tuned=True, note="in the prompt only" * (one == fair_trial.PROMPT_ONLY))
-        for one in best
-    )
-    for mechanism, best in {"halting": ("halting", fair_trial.PROMPT_ONLY), "kv_skipping": ("kv_skipping",)}.items()
+    f"table11.isolated.{mechanism}.speedup_pct": answers
+    for mechanism, answers in fair_trial.tuned_answers("continuation", "best.{}").items()
 }
 
 
@@ -71,7 +64,7 @@ def _panel_rows(panel: str) -> Iterator[Row]:
     yield Row(panel, "", "baseline", "Dense baseline", (protocol, "modules=[]"), reported="table11.baseline")
     yield from steps(panel, protocol, reported="table11.")
     if panel == "continuation":
-        for mechanism, budget in BEST.items():
+        for mechanism, budget in fair_trial.BEST.items():
             section = "The paper at its best: the settings that won on calibration data"
             in_prompt = mechanism == fair_trial.PROMPT_ONLY
             module, title = MECHANISMS["halting" if in_prompt else mechanism]
@@ -92,7 +85,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
 def _best_chance(frame: pd.DataFrame) -> str:
     model = next((model for model in frame["model"].dropna() if model in fair_trial.WINNERS), fair_trial.FIRST)
     winners = fair_trial.WINNERS[model]
-    settings = "; ".join(f"{fair_trial.MECHANISMS[one]}: {winners[one, budget]}" for one, budget in BEST.items())
+    settings = "; ".join(f"{fair_trial.MECHANISMS[one]}: {winners[one, budget]}" for one, budget in fair_trial.BEST.items())
     return f"The paper at its best: of a row's settings that table fair_trial searched, the one of least KL that saves as much. {settings}."
 
 

@@ -161,7 +161,8 @@ def _answer(component: str, quantity: str) -> AnsweredBy:
         gone = saved(record, component)
         return None if gone is None else Estimate(gone[0], gone[0] - gone[1], gone[0] + gone[1], gone[1])
 
-    note = f"{COMPONENTS.get(component, 'the whole pass')} of a prompt, all four together"
+    what = f"{COMPONENTS.get(component, 'the whole pass')} of a prompt, all four together"
+    note = f"{what}, in the rounds that time its parts: `latency` in the record has rounds of its own"
     return AnsweredBy(costs.PANEL, costs.JOINT, of_record=of, note=note)
 
 

@@ -60,7 +60,7 @@ STATEMENT, SETTING, TUNED = "statement", "setting", "tuned"
 _CHANCE = {-1: "better than chance", 0: "no better than chance", 1: "worse than chance"}
 _ZERO = "dense inference itself: zero by definition"
 COLUMNS = [
-    *("panel", "section", "kind", "claim", "place", "quote", "reported", "target_low", "target_high", "unit"),
+    *("panel", "section", "kind", "claim", "counted_as", "place", "quote", "reported", "target_low", "target_high", "unit"),
     *(
         "measured",
         "measured_low",
@@ -80,11 +80,11 @@ _NUMBERS = ("target_low", "target_high", "measured", "measured_low", "measured_h
 _OF_RECORDS = (
     "protocol=all scores every position; protocol=continuation scores the tokens after a prompt, which it takes as known. tuned: the paper's "
     "mechanism with the setting that won on calibration text; the options in its command are the setting. noise: of the clock. "
-    "Brackets are 95% intervals; of a time they are the quartiles of its rounds, or the range of its processes. "
+    "Brackets are 95% intervals; of a time the quartiles of its rounds, the range of its processes, or ± noise (parts in Table 7). "
     "FLOPs are the paper's formula over all tokens, `paper` in what `quicksilver show` prints. `executed` there counts what really ran, signals "
     "included: it can be below zero where the formula saves. Of KV skipping alone that formula counts nothing: its FLOPs are `nominal`. Times "
     "are of prompt and continuation, unless a row says otherwise. `show` prints the record's own, then those of each process. against: the "
-    "record that it is compared with, instead of dense inference, in each process by itself. `quicksilver claims … records=checked` judges what was measured here."
+    "record that it is compared with, instead of dense inference. Both times are shares of dense time: points subtract what is saved, × divides. `quicksilver claims … records=checked` judges what was measured here."
 )
 LEGEND = (
     "measured: with its 95% interval, a time with the quartiles of its rounds or the range of its processes; of several protocols each has its row. noise: of the clock; a difference inside it is none. Perplexity is compared in percent of dense perplexity, "
@@ -408,7 +408,10 @@ def frame(sources: Sequence[Source]) -> pd.DataFrame:
 
 def _rows(claim: _Claim, sources: Sequence[Source]) -> list[dict[str, Any]]:
     entry, what, (low, high) = claim.entry, claim.what, claim.stated
-    base: dict[str, Any] = dict(panel=entry.group, section=entry.place, kind="claim", claim=claim.id, quote=entry.quote)
+    base: dict[str, Any] = dict(
+        panel=entry.group, section=entry.place, kind="claim", claim=claim.id, counted_as=_outcome(claim.id)
+    )
+    base |= dict(quote=entry.quote)
     base |= dict(place="; ".join((entry.place, *entry.also)), reported=claim.printed)
     base |= dict(target_low=low, target_high=high, unit=what.unit)
     if what.sense == "setting":

@@ -212,7 +212,9 @@ def by_the_rule(sense: Sense, target: Target, estimate: Estimate) -> str:
         missed, no_more = f"ends below {low:.3g}", f"begins below {least:.3g}"
         no_more += ", the noise" if least == estimate.floor > 0 else ", a tenth of the claim" * (low > 0)
     elif sense == "ratio":
-        missed, no_more = f"begins above {high:.3g}", f"ends above {1 - max(estimate.floor, (1 - NEARLY) * (1 - high)):.3g}"
+        least = max(estimate.floor, (1 - NEARLY) * (1 - high))
+        missed, no_more = f"begins above {high:.3g}", f"ends above {1 - least:.3g}"
+        no_more += ", 1 less the noise" if least == estimate.floor else ", a tenth of the gain"
     else:
         missed, no_more = "does not overlap the claim", "is not within a tenth of the claim and 1.9 times it"
     no_size = 0 in (low, high) and missed.split()[-1] == no_more.split()[-1] == "0"  # one question then, not two

@@ -128,7 +128,7 @@ def test_the_reason_has_the_numbers_that_the_interval_misses():
     assert by_the_rule("gain", Target(0, None), measured(-3, 1)) == "the interval begins below 0"
     assert by_the_rule("gain", Target(-0.05, 0.05), measured(5, 6)) == "the value is not within 0.05 of 0"
     slower = by_the_rule("ratio", Target(0.395, 0.405), measured(1.4, 1.5))
-    assert slower == "the interval begins above 0.405 and ends above 0.941"
+    assert slower == "the interval begins above 0.405 and ends above 0.941, a tenth of the gain"
 
 
 def test_a_saving_is_no_better_than_its_quality_and_undecided_where_that_is():

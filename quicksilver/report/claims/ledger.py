@@ -87,7 +87,7 @@ _OF_RECORDS = (
     "record that it is compared with, instead of dense inference. Both times are shares of dense time: points subtract what is saved, × divides. `quicksilver claims … records=checked` judges what was measured here."
 )
 LEGEND = (
-    "measured: with its 95% interval, a time with the quartiles of its rounds or the range of its processes; of several protocols each has its row. noise: of the clock; a difference inside it is none. Perplexity is compared in percent of dense perplexity, "
+    "measured: with its 95% interval, a time with the quartiles of its rounds, the range of its processes, or ± noise (parts in Table 7); of several protocols each has its row. noise: of the clock; a difference inside it is none. Perplexity is compared in percent of dense perplexity, "
     "operations in the paper's ledger (of KV skipping alone in the nominal one), time in percent of dense inference in the same process.",
     "reproduced: the interval reaches the claim and rules out that it is wrong by nearly its whole size. partly: it rules that out and does "
     "not reach the claim. not reproduced: neither. A saving is judged no better than the quality claimed with it, by the same run: where that "
@@ -336,11 +336,8 @@ class _Claim:
         floor = number(found, self.what.floor) if self.what.floor and answer.column is None else None
         return Estimate(value, low, high, floor or 0.0)
 
-    def verdict(
-        self, record: Record, found: Estimate, beside: tuple[str, Verdict, Estimate] | None = None
-    ) -> tuple[Verdict, str]:
-        """The verdict by one record and why, where the rule alone does not say it; `beside`: the claim made with it, and the verdict on that by
-        this record and what it measured."""
+    def verdict(self, record: Record, found: Estimate, beside: tuple[str, Verdict, str] | None = None) -> tuple[Verdict, str]:
+        """The verdict by one record and why; `beside`: the claim made with it, the verdict on that by this record, and what it measured."""
         what = self.what
         if self.name in self.entry.not_comparable:
             return "not comparable", self.entry.not_comparable[self.name]
@@ -356,10 +353,7 @@ class _Claim:
         if beside is not None:
             lowered = (with_its_saving if what.kind == "quality" else with_its_quality)(judged, beside[1])
             if lowered != judged:
-                its = " ".join(
-                    _measurement(dict(measured=(two := beside[2]).value, measured_low=two.low, measured_high=two.high, unit="%"))
-                )
-                return lowered, f"{judged} by itself, but {beside[0]}, claimed with it, is {beside[1]} in this run: {its}"
+                return lowered, f"{judged} by itself, but {beside[0]}, claimed with it, is {beside[1]} in this run: {beside[2]}"
         gone, points = (1 - found.value, 100) if what.sense == "ratio" else (found.value, 1)
         if what.kind == "time" and abs(gone) <= found.floor:
             return judged, f"within the clock's noise of {points * found.floor:.1f}%"
@@ -496,7 +490,10 @@ def _judged(claim: _Claim, answer: AnsweredBy, outcome: Outcome, record: Record,
     beside = None  # the claim made together with this one, and the verdict on it alone by the same record
     if other is not None and dense is not None:
         its = other.estimate(AnsweredBy(answer.panel, answer.key), {answer.key: outcome})
-        beside = None if its is None else (other.id, other.verdict(record, its)[0], its)
+        if its is not None:
+            unit = "%" if other.what.of_dense else other.what.unit
+            said = _measurement(dict(measured=its.value, measured_low=its.low, measured_high=its.high, unit=unit))
+            beside = (other.id, other.verdict(record, its)[0], " ".join((*said, unit)[: -1 if unit == "%" else None]))
     fixed = answer.by_definition or ("" if answer.is_computed else entry.by_definition.get(claim.name, ""))
     verdict, why = (BY_DEFINITION, fixed) if fixed else claim.verdict(record, found, beside)
     beyond = None if answer.beyond_chance is None else answer.beyond_chance(record)

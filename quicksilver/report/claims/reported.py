@@ -205,20 +205,20 @@ def by_the_rule(sense: Sense, target: Target, estimate: Estimate) -> str:
         return f"the value is not within {max(-low, high, estimate.floor):.3g} of 0"
     if sense == "cost" or low is None:
         assert high is not None
-        missed, no_more = f"begins above {high:.3g}", f"ends above {(1 + NEARLY) * high:.3g}"
-        no_more += ", nearly twice the claim" * (high > 0)
+        missed, no_more = f"begins above the claim ({high:.3g})", f"ends above nearly twice the claim ({(1 + NEARLY) * high:.3g})"
     elif sense == "gain" or high is None:
         least = max(estimate.floor, (1 - NEARLY) * low)
-        missed, no_more = f"ends below {low:.3g}", f"begins below {least:.3g}"
-        no_more += ", the noise" if least == estimate.floor > 0 else ", a tenth of the claim" * (low > 0)
+        name = "the noise" if least == estimate.floor > 0 else "a tenth of the claim"
+        missed, no_more = f"ends below the claim ({low:.3g})", f"begins below {name} ({least:.3g})"
     elif sense == "ratio":
         least = max(estimate.floor, (1 - NEARLY) * (1 - high))
-        missed, no_more = f"begins above {high:.3g}", f"ends above {1 - least:.3g}"
-        no_more += ", 1 less the noise" if least == estimate.floor else ", a tenth of the gain"
+        name = "1 less the noise" if least == estimate.floor else "1 less a tenth of the gain"
+        missed, no_more = f"begins above the claim ({high:.3g})", f"ends above {name} ({1 - least:.3g})"
     else:
         missed, no_more = "does not overlap the claim", "is not within a tenth of the claim and 1.9 times it"
-    no_size = 0 in (low, high) and missed.split()[-1] == no_more.split()[-1] == "0"  # one question then, not two
-    said = " and ".join([missed] * (not reaches) + [no_more] * (not rules_out and not (no_size and not reaches)))
+    if missed.endswith("(0)") and no_more.endswith("(0)"):  # a claim without a size: one question, not two
+        return f"the interval {missed if not reaches else no_more.replace('a tenth of ', '').replace('nearly twice ', '')}"
+    said = " and ".join([missed] * (not reaches) + [no_more] * (not rules_out))
     return f"the interval {said}"
 
 

@@ -121,14 +121,16 @@ def test_the_examples_of_the_page(sense, target, interval, verdict):
 
 def test_the_reason_has_the_numbers_that_the_interval_misses():
     saved, lost = Target(17.5, 18.5), Target(0.6, 0.7)
-    assert by_the_rule("gain", saved, measured(1.5, 9.0, 8.05)) == "the interval ends below 17.5 and begins below 8.05, the noise"
-    assert by_the_rule("gain", saved, measured(3, 5)) == "the interval ends below 17.5"
-    assert by_the_rule("cost", lost, measured(0.1, 5)) == "the interval ends above 1.33, nearly twice the claim"
-    assert by_the_rule("gain", Target(0, None), measured(-3, -1)) == "the interval ends below 0"
-    assert by_the_rule("gain", Target(0, None), measured(-3, 1)) == "the interval begins below 0"
+    noisy = by_the_rule("gain", saved, measured(1.5, 9.0, 8.05))
+    assert noisy == "the interval ends below the claim (17.5) and begins below the noise (8.05)"
+    assert by_the_rule("gain", saved, measured(3, 5)) == "the interval ends below the claim (17.5)"
+    assert by_the_rule("cost", lost, measured(0.1, 5)) == "the interval ends above nearly twice the claim (1.33)"
+    assert by_the_rule("gain", Target(0, None), measured(-3, -1)) == "the interval ends below the claim (0)"
+    assert by_the_rule("gain", Target(0, None), measured(-3, 1)) == "the interval begins below the claim (0)"
+    assert by_the_rule("cost", Target(None, 0), measured(1, 3)) == "the interval begins above the claim (0)"
     assert by_the_rule("gain", Target(-0.05, 0.05), measured(5, 6)) == "the value is not within 0.05 of 0"
     slower = by_the_rule("ratio", Target(0.395, 0.405), measured(1.4, 1.5))
-    assert slower == "the interval begins above 0.405 and ends above 0.941, a tenth of the gain"
+    assert slower == "the interval begins above the claim (0.405) and ends above 1 less a tenth of the gain (0.941)"
 
 
 def test_a_saving_is_no_better_than_its_quality_and_undecided_where_that_is():

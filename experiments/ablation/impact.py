@@ -53,7 +53,7 @@ def _of_dense(outcome: Outcome, column: str, processes: Sequence[TimedProcess] =
     """A column of `against_dense` with its interval; None where it was not measured."""
     if outcome.record is None or outcome.dense is None:
         return None
-    row = comparison.against_dense(outcome.record, outcome.dense, processes)
+    row = comparison.against_dense(outcome.record, outcome.dense, processes, intervals=column != "speedup_pct")
     if column not in row:
         return None
     value, low, high = (row[f"{column}{end}"] for end in ENDS)

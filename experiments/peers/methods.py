@@ -119,7 +119,8 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     """`comparison.frame` with what a comparison needs.
 
     `prompt_time_ratio`: time of the prompt over that of the dense model. `versus_int8`: over that of dynamic int8, as in Figure 8; of
-    several processes the median of their quotients. `token_ratio`: time per decoded token over dense, with its quartiles; `token_noise_pct`: its noise floor.
+    several processes the median of their quotients. `token_ratio`: time per decoded token over dense, with its quartiles;
+    `token_noise_pct`: its noise floor.
     `judged_speedup_pct` and `judged_loss_pct`: the speedup of the prompt where it is beyond the noise floor and Δ perplexity where its
     interval does not contain 0, else 0; `front`: no row, the dense model included, has as much of the one for no more of the other.
     """

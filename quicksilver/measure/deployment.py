@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from quicksilver.measure.latency import Alternation, LatencySamples, Step, alternate
+from quicksilver.measure.latency import Alternation, LatencySamples, Step, alternate, time_saved
 from quicksilver.measure.measurement import Measurement, Quartiles, Result, Setting, Spread
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.options import Count, at_least, check_positive
@@ -187,10 +187,9 @@ class DeploymentResult(Result):
         return self.run or self.dense
 
     def line(self) -> str:
-        served, ratio, than = self.ours, self.per_token_ratio, ""
-        if ratio is not None:
-            saved, low, high = (100 * (1 - one) for one in (ratio.median, ratio.high, ratio.low))
-            than = f"\n{' ' * 15}{saved:.1f}% of the time of a token saved ({'slower; ' * (saved < 0)}quartiles {low:.1f} to {high:.1f}; noise {self.noise_floor_pct:.1f}%)"
+        served, than = self.ours, ""
+        if self.per_token_ratio is not None:
+            than = f"\n{' ' * 15}" + time_saved(self.per_token_ratio, self.noise_floor_pct, " of a token's")
         return (
             f"{served.first_token_ms.median:.1f} ms to the first token, {served.per_token_ms.p50:.1f} ms a token "
             f"(p95 {served.per_token_ms.p95:.1f}), {served.within_budget_pct:.0f}% within {self.budget_ms:g} ms{than}"

@@ -289,17 +289,20 @@ class LatencyResult(Result):
         """The time saved: of the prompt where there is one, then of the whole batch."""
         prompt, whole = self.timing(prompt=True), self.timing()
         assert whole is not None
-        both = (_saved(whole, ""),) if prompt is None else (_saved(prompt, " of the prompt's"), _saved(whole, " of the batch's"))
-        return f"\n{' ' * 15}".join(both)
+        both = {"": whole} if prompt is None else {" of the prompt's": prompt, " of the batch's": whole}
+        return f"\n{' ' * 15}".join(time_saved(one.ratio, one.noise_floor_pct, of) for of, one in both.items())
 
 
-def _saved(one: Timing, of: str) -> str:
-    saved, low, high = (100 * (1 - value) for value in (one.ratio.median, one.ratio.high, one.ratio.low))
-    if abs(saved) <= one.noise_floor_pct:
-        if one.noise_floor_pct > LOUD:
-            return f"{saved:.1f}%{of} time saved, not to be told from 0: the noise of the clock is {one.noise_floor_pct:.1f}%"
-        return f"≈ 0{of} time saved: {saved:.1f}% is within the noise of the clock ({one.noise_floor_pct:.1f}%)"
-    return f"{saved:.1f}%{of} time saved ({'slower; ' * (saved < 0)}quartiles {low:.1f} to {high:.1f}; noise {one.noise_floor_pct:.1f}%)"
+def time_saved(ratio: Quartiles, noise_floor_pct: float, of: str) -> str:
+    """`12.0% of the prompt's time saved (quartiles …; noise …)`, of a ratio to dense time; within the noise floor nothing is said to be saved."""
+    saved, low, high = (100 * (1 - value) for value in (ratio.median, ratio.high, ratio.low))
+    if abs(saved) <= noise_floor_pct:
+        if noise_floor_pct > LOUD:
+            return f"{saved:.1f}%{of} time saved, not to be told from 0: the noise of the clock is {noise_floor_pct:.1f}%"
+        return f"≈ 0{of} time saved: {saved:.1f}% is within the noise of the clock ({noise_floor_pct:.1f}%)"
+    return (
+        f"{saved:.1f}%{of} time saved ({'slower; ' * (saved < 0)}quartiles {low:.1f} to {high:.1f}; noise {noise_floor_pct:.1f}%)"
+    )
 
 
 @dataclass

@@ -15,7 +15,7 @@ from quicksilver.measure.bench import Bench
 from quicksilver.measure.components import BreakdownResult, ComponentsResult, Part
 from quicksilver.measure.deployment import DeploymentResult, Percentiles, ServingResult
 from quicksilver.measure.energy import EnergyResult, TokenEnergy
-from quicksilver.measure.measurement import Spread
+from quicksilver.measure.measurement import Quartiles, Spread
 from quicksilver.measure.perplexity import Protocol
 from quicksilver.runs.config import compose
 from quicksilver.runs.context import RunContext
@@ -147,4 +147,11 @@ def test_the_summary_of_a_run_says_what_was_measured_and_what_to_take_care_of(tm
     assert "mlp 3.0 ms, norms 1.0 ms of 4.1 ms; sum off by -2.4%" in text
     assert "below resolution (RAPL; 0.056 kg/kWh, FRA)" in text
     assert "30.0 ms to the first token, 5.0 ms a token (p95 7.0), 100% within 50 ms" in text
+    served = measured["deployment"]
+    for ratio, said in (
+        (1.02, "≈ 0 of a token's time saved: -2.0% is within the noise"),
+        (1.5, "-50.0% of a token's time saved (slower; "),
+    ):
+        run = dataclasses.replace(served, run=served.dense, per_token_ratio=Quartiles(ratio, ratio - 0.01, ratio + 0.01))
+        assert said in run.line()
     assert "care         load average 9.0" in text

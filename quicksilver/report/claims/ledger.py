@@ -402,10 +402,8 @@ def frame(sources: Sequence[Source]) -> pd.DataFrame:
 
 def _rows(claim: _Claim, sources: Sequence[Source]) -> list[dict[str, Any]]:
     entry, what, (low, high) = claim.entry, claim.what, claim.stated
-    base: dict[str, Any] = dict(
-        panel=entry.group, section=entry.place, kind="claim", claim=claim.id, counted_as=_outcome(claim.id)
-    )
-    base |= dict(quote=entry.quote)
+    base: dict[str, Any] = dict(panel=entry.group, section=entry.place, kind="claim", claim=claim.id, quote=entry.quote)
+    base["counted_as"] = _outcome(claim.id)
     base |= dict(place="; ".join((entry.place, *entry.also)), reported=claim.printed)
     base |= dict(target_low=low, target_high=high, unit=what.unit)
     if what.sense == "setting":
@@ -507,13 +505,9 @@ def _judged(claim: _Claim, answer: AnsweredBy, outcome: Outcome, record: Record,
         from_chance = f"{beyond.value:+.1f} [{beyond.low:.1f} {beyond.high:.1f}] {of}, claimed {claimed - claim.chance_pct:+.1f}"
     modules = record.config.get("modules", {}).items()
     entries = [entry for name, entry in modules if name.startswith("adaptive_quantization")]
-    widths = (
-        not answer.is_computed and claim.what.column == "paper_flops_saved_pct"
-    )  # of which the ledger charges tokens by their width
-    widths = widths and any(entry.get("beta", "bits_over_16") == "bits_over_16" for entry in entries)
-    executed = (
-        record.flops_saved_pct("executed") if claim.what.column == "paper_flops_saved_pct" and not answer.is_computed else None
-    )
+    by_formula = not answer.is_computed and claim.what.column == "paper_flops_saved_pct"  # it charges tokens by their width
+    widths = by_formula and any(entry.get("beta", "bits_over_16") == "bits_over_16" for entry in entries)
+    executed = record.flops_saved_pct("executed") if by_formula else None
     ran = "" if executed is None else f"executed FLOPs saved, of all tokens: {executed:.1f}%"
     row: dict[str, Any] = dict(measured=found.value, measured_low=found.low, measured_high=found.high, verdict=verdict)
     row["why"] = "; ".join(filter(None, (why, from_chance)))
@@ -528,7 +522,7 @@ def _judged(claim: _Claim, answer: AnsweredBy, outcome: Outcome, record: Record,
     row |= dict(model=record.model.name, weights_digest=record.model.weights_digest[:SHORT])
     row |= dict(
         data=record.data.name,
-        windows="" if answer.of or answer.of_record else str(record.data.windows),
+        windows="" if answer.is_computed else str(record.data.windows),
         token_digest=record.data.token_digest[:SHORT],
         gpu=record.environment.gpu,
     )

@@ -198,6 +198,14 @@ def test_a_committed_time_names_its_processes_and_their_machine():
     assert re.search(r"^  overall    not reproduced: the least favourable of these 3 rows", said, re.M)
 
 
+def test_every_committed_verdict_that_is_not_plain_has_its_reason():
+    for path in (ROOT / "results").glob("claims*.json"):
+        rows = pd.DataFrame(read(path).entries)
+        judged = rows[rows["verdict"].isin(["partly", "not reproduced", "undecided", "not comparable", "not measured"])]
+        assert len(judged) > 100, path
+        assert judged.loc[judged["why"] == "", "claim"].tolist() == []
+
+
 def test_what_several_processes_timed_follows_from_the_files_that_show_prints():
     processes = timed_processes(ROOT / "results")
 

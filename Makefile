@@ -12,7 +12,8 @@ FIGURE ?=
 MODEL ?=
 DATASET ?=
 ARGS ?=
-$(foreach word,table figure model dataset args,$(if $(filter command,$(origin $(word))),$(error $(word)=$($(word)): make takes these in capitals, TABLE=5 MODEL=reference-llama)))
+KNOWN := TABLE FIGURE MODEL DATASET ARGS PYTHON VENV
+$(foreach word,$(filter-out $(KNOWN),$(.VARIABLES)),$(if $(filter command,$(origin $(word))),$(error $(word)=$($(word)): make takes $(KNOWN), in capitals; all else stands in ARGS, as in make reproduce-table TABLE=5 ARGS="plan=true")))
 SELECTED = $(if $(MODEL),model=$(MODEL)) $(if $(DATASET),dataset=$(DATASET)) $(ARGS)
 
 .PHONY: help demo reproduce reproduce-table reproduce-figure claims report readme test test-processors test-all notebooks lint format hooks docs train-reference calibrate fit schedule budget benchmark benchmark-gpu dist environment clean
@@ -23,7 +24,7 @@ help: ## this list
 	@echo
 	@echo 'Variables: TABLE=11  FIGURE=n  MODEL=gpt2-large  DATASET=wikitext103  ARGS="measure.latency.repeats=9 data.root=/folder"  PYTHON=python3.12'
 
-demo: $(STAMP) ## one paragraph, dense and accelerated side by side, in 20 seconds (ARGS="save=0.5 model=reference-llama")
+demo: $(STAMP) ## one paragraph, dense and accelerated side by side, in half a minute (ARGS="save=0.5 model=reference-llama")
 	@$(PY) -m quicksilver demo $(ARGS)
 
 reproduce: $(STAMP) ## every table and figure: runs what has no record yet, goes on where it was stopped (MODEL, DATASET, ARGS)

@@ -123,7 +123,7 @@ def _found(frame: pd.DataFrame) -> Iterator[str]:
 
     def saved(key: str) -> str:
         value = rows[key]["prompt_executed_flops_saved_pct"]
-        return f"saves {value:.0f}%" if value >= 0 else f"adds {-value:.0f}%"
+        return f"saves {value:.1f}%" if value >= 0 else f"adds {-value:.1f}%"
 
     tuned, *in_prompt = (f"tuned.{mechanism}.{budget}" for mechanism, budget in TUNED if "halting" in mechanism)
     if {"isolated.halting", tuned} <= rows.keys():

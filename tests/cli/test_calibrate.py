@@ -36,11 +36,22 @@ def test_it_measures_once(tmp_path: Path, data_root: Path, capsys: pytest.Captur
 
 
 def test_maps_and_schedules_are_of_the_windows_that_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shared = ["text=[python-docs]", "protocol.window_tokens=64", "protocol.prompt_tokens=48", f"results_dir={tmp_path}"]
+    (tmp_path / "dataset").mkdir()
+    (tmp_path / "own.txt").write_text("".join(f"Line {i} says that {i * i} is the square of {i}.\n\n" for i in range(400)))
+    files = {"test": __file__, "calibration": str(tmp_path / "own.txt")}
+    (tmp_path / "dataset" / "own.yaml").write_text(
+        yaml.safe_dump({"name": "own", "reader": "text", "form": "raw", "files": files})
+    )
+    shared = [
+        *("--config-dir", str(tmp_path), "text=[python-docs,own]", "protocol.window_tokens=64", "protocol.prompt_tokens=48"),
+        f"results_dir={tmp_path}",
+    ]
     assert console.main(["fit", *shared, "layers=[9]", "windows=32", "distill=1"]) == 0
     path = tmp_path / "translators" / "reference-gpt2.layer9.safetensors"
     assert Translator.load(path).provenance["text"]["window_tokens"] == 64
-    assert "save=0.4 text=[python-docs] translators=" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "\nown: 16 windows" in printed
+    assert "save=0.4 text=[python-docs,own] translators=" in printed
     assert console.main(["schedule", *shared, f"translators=[{path}]", "save=0.3", "windows=2"]) == 0
     found = yaml.safe_load((tmp_path / "translators" / "reference-gpt2.schedules.yaml").read_text())["schedules"][30]
     assert found["saved_pct"] >= 30

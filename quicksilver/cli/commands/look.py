@@ -139,7 +139,9 @@ class Show(ResultsFolder):
         print(summary(record))
         for process in timed_processes(store.root):
             if (again := process.results.get(name)) is not None:
-                print(f"  timed again  {again.line()}\n{' ' * 15}on {process.machine.split(',')[0]}: {process.path(store.root)}")
+                print(
+                    f"  timed again  {again.line()}\n{' ' * 15}on {process.machine.split(',')[0]}, {process.started[:10]}: {process.path(store.root)}"
+                )
         options = _options(record.config["modules"])
         options += [f"{key}={record.config[key]}" for key in ("decision_layers", "precision") if record.config.get(key)]
         if options:

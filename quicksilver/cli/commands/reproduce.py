@@ -247,6 +247,7 @@ class Claims(Command):
     def main(self) -> int:
         """Print and write the claims ledger."""
         from quicksilver.report.claims.ledger import Source, answers_claims, beginnings, ledger, told
+        from quicksilver.report.provenance import SHORT
         from quicksilver.runs.run import store_of
 
         begins = beginnings(self.names, artefacts()) if self.names else []
@@ -267,6 +268,9 @@ class Claims(Command):
         table = ledger(sources, name if whole else f"{name}{LOCAL_SUFFIX}", _others(store) if name == CLAIMS else {})
         if self.names:
             said, clone = told(table.frame, begins), experiments_folder().resolve().parent / "results"
+            for one in (outcome.record for source in sources for outcome in source.outcomes):
+                if one is not None and not one.is_kept:  # a fingerprint alone may be that of a record of the repository, too
+                    said = said.replace(f"show {one.fingerprint[:SHORT]}", f"show {one.path}")
             print(said)
             if "\n  record " not in said and not (store.root / KEPT).is_dir():
                 there = clone if (clone / KEPT).is_dir() else "CLONE/results"

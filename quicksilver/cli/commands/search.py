@@ -237,6 +237,7 @@ class Fit(Command):
         import torch
 
         from quicksilver.fitting.fit import check_source_layers, fit_lens, fit_translators, priced
+        from quicksilver.runs.composing import searched
         from quicksilver.runs.context import RunContext
         from quicksilver.runtime.architecture import architecture_of
 
@@ -245,7 +246,9 @@ class Fit(Command):
         arch, dtype = architecture_of(loaded.model), getattr(torch, self.dtype)
         layers = self.layers or list(range(max(1, arch.n_layers // 3), 3 * arch.n_layers // 4 + 1))
         check_source_layers(arch, layers)
-        text = calibration_half(config, self.text, loaded, "fit", self.windows, continued=self.distill > 0)
+        text = calibration_half(
+            config, self.text, loaded, "fit", self.windows, continued=self.distill > 0, extra_dirs=searched(self.overrides)[0]
+        )
         for dataset, said in text.provenance["texts"].items():
             left_out = f"{said['left_out']} of {said['paragraphs']} paragraphs left out, test text has them too"
             print(f"{dataset}: {said['windows']} windows; {left_out}")
@@ -330,6 +333,7 @@ class Schedule(Command):
         from quicksilver.files import write_atomically
         from quicksilver.fitting.schedules import KLToDense, search
         from quicksilver.modules.fitted import Translator, model_digest
+        from quicksilver.runs.composing import searched
         from quicksilver.runs.context import RunContext
         from quicksilver.runtime.architecture import architecture_of
 
@@ -338,7 +342,9 @@ class Schedule(Command):
         translators = {file: Translator.load(file) for file in self.translators}
         for translator in translators.values():
             translator.check(arch)
-        text = calibration_half(config, self.text, loaded, "choose", self.windows, continued=True)
+        text = calibration_half(
+            config, self.text, loaded, "choose", self.windows, continued=True, extra_dirs=searched(self.overrides)[0]
+        )
         judge, schedules = KLToDense(arch, text.ids, config.protocol.prompt_tokens), dict[float, Any]()
         for share in self.save:
             found, pct = search(judge, [*translators.values()], share, progress=_say), percent(share)
@@ -386,12 +392,14 @@ def bar(what: str, unit: str = "batch") -> Any:
 
 
 def calibration_half(
-    config: RunConfig, datasets: Sequence[str], loaded: Loaded, half: Half, windows: int | None, *, continued: bool = False
-) -> FitText:
+    config: RunConfig, datasets: Sequence[str], loaded: Loaded, half: Half, windows: int | None, *, continued: bool = False,
+    extra_dirs: Sequence[Path] = (),
+) -> FitText:  # fmt: skip
     """Windows of one half of these datasets' calibration parts, without what the test part of any dataset at hand has, too.
 
     Args:
         continued: each window is a prompt of protocol.prompt_tokens, and tokens after it.
+        extra_dirs: folders of `--config-dir`, whose datasets count too.
     """
     from quicksilver.data.windows import check_context
     from quicksilver.fitting.fit import fit_text
@@ -404,21 +412,21 @@ def calibration_half(
             f"protocol.prompt_tokens={prompt_tokens}: two tokens at least must follow it in a window of "
             f"protocol.window_tokens={window_tokens}. Give at most {window_tokens - 2}."
         )
-    texts = {name: _part(config, name, "calibration") for name in datasets}
+    texts = {name: _part(config, name, "calibration", extra_dirs) for name in datasets}
     evaluation = {}
-    for name in choices("dataset"):
+    for name in choices("dataset", extra_dirs):
         try:
-            evaluation[name] = _part(config, name, "test").text
+            evaluation[name] = _part(config, name, "test", extra_dirs).text
         except QuickSilverError:
             continue  # not at hand: then nothing can be scored on it here, either
     return fit_text(texts, evaluation, loaded.tokenizer, half=half, windows=windows, window_tokens=window_tokens)
 
 
-def _part(config: RunConfig, name: str, part: Literal["test", "calibration"]) -> Any:
+def _part(config: RunConfig, name: str, part: Literal["test", "calibration"], extra_dirs: Sequence[Path]) -> Any:
     from quicksilver.data.text import read_text
     from quicksilver.runs.config import compose
 
-    dataset = compose([f"dataset={name}"]).dataset
+    dataset = compose([f"dataset={name}"], extra_dirs).dataset
     if dataset.reader == "tagged":
         dataset = dataclasses.replace(dataset, reader="lines", tagger=None)  # its words alone: no tagger is trained
     return read_text(dataset, part, root=Path(config.data.root) if config.data.root else None)

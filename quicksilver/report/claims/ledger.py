@@ -43,7 +43,7 @@ from quicksilver.report.claims.reported import (
     with_its_quality,
     with_its_saving,
 )
-from quicksilver.report.comparison import against_dense
+from quicksilver.report.comparison import FLOOR, against_dense, pool_noise
 from quicksilver.report.provenance import SHORT, timings
 from quicksilver.report.table import FALSE_DISCOVERIES, Column, Lines, Panel, Table, decimals_for, number, numbers, versus_null
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
@@ -79,7 +79,7 @@ COLUMNS = [
 _NUMBERS = ("target_low", "target_high", "measured", "measured_low", "measured_high", "noise_floor", "lookahead")
 _OF_RECORDS = (
     "protocol=all scores every position; protocol=continuation scores the tokens after a prompt, which it takes as known. tuned: the paper's "
-    "mechanism with the setting that won on calibration text; the options in its command are the setting. noise: of the clock. "
+    "mechanism with the setting that won on calibration text; the options in its command are the setting. noise: of the clock, as in the row's table. "
     "Brackets are 95% intervals; of a time the quartiles of its rounds, the range of its processes, or ± noise (parts in Table 7). "
     "FLOPs are the paper's formula over all tokens, `paper` in what `quicksilver show` prints. `executed` there counts what really ran, signals "
     "included: it can be below zero where the formula saves. Of KV skipping alone that formula counts nothing: its FLOPs are `nominal`. Times "
@@ -87,7 +87,7 @@ _OF_RECORDS = (
     "record that it is compared with, instead of dense inference. Both times are shares of dense time: points subtract what is saved, × divides. `quicksilver claims … records=checked` judges what was measured here."
 )
 LEGEND = (
-    "measured: with its 95% interval, a time with the quartiles of its rounds, the range of its processes, or ± noise (parts in Table 7); of several protocols each has its row. noise: of the clock; a difference inside it is none. Perplexity is compared in percent of dense perplexity, "
+    "measured: with its 95% interval, a time with the quartiles of its rounds, the range of its processes, or ± noise (parts in Table 7); of several protocols each has its row. noise: of the clock, as in the row's table: pooled over its rows, or the run's own where that is larger; a difference inside it is none. Perplexity is compared in percent of dense perplexity, "
     "operations in the paper's ledger (of KV skipping alone in the nominal one), time in percent of dense inference in the same process.",
     "reproduced: the interval reaches the claim and rules out that it is wrong by nearly its whole size. partly: it rules that out and does "
     "not reach the claim. not reproduced: neither. A saving is judged no better than the quality claimed with it, by the same run: where that "
@@ -333,8 +333,8 @@ class _Claim:
         if counted != column and counted in record.windows and counted in dense.windows:
             return saved_pct(record, dense, counted)
         low, high = (value if end is None else end for end in ends)
-        floor = number(found, self.what.floor) if self.what.floor and answer.column is None else None
-        return Estimate(value, low, high, floor or 0.0)
+        floor = _floor(self.what.floor, record, outcomes, processes) if self.what.floor and answer.column is None else 0.0
+        return Estimate(value, low, high, floor)
 
     def verdict(self, record: Record, found: Estimate, beside: tuple[str, Verdict, str] | None = None) -> tuple[Verdict, str]:
         """The verdict by one record and why; `beside`: the claim made with it, the verdict on that by this record, and what it measured."""
@@ -366,6 +366,16 @@ def _against_dense(folder: Path, dense_folder: Path, processes: tuple[TimedProce
     return against_dense(
         load_record(folder), load_record(dense_folder), processes or (), intervals="judged" if processes is None else False
     )
+
+
+def _floor(column: str, record: Record, outcomes: Mapping[str, Outcome], processes: tuple[TimedProcess, ...]) -> float:
+    """The clock's noise for a record as its table has it: pooled over the rows of its panel (`comparison.pool_noise`)."""
+    pairs = [(one.record, one.dense) for one in outcomes.values()]
+    rows = [
+        dict(_against_dense(ours.path, dense.path, processes)) for ours, dense in pairs if ours is not None and dense is not None
+    ]
+    pool_noise(rows, column.removesuffix(FLOOR))
+    return next((number(row, column) for row in rows if row["record"] == record.fingerprint), None) or 0.0
 
 
 def saved_pct(record: Record, dense: Record, column: str) -> Estimate:
@@ -443,7 +453,8 @@ def _answered(claim: _Claim, answers: Sequence[tuple[Source, AnsweredBy]]) -> tu
         except QuickSilverError as error:
             reasons.append(str(error))
             continue
-        same = (record.protocol.name, record.model.weights_digest, record.data.token_digest, measured)
+        number_of = measured and (measured.value, measured.low, measured.high)  # the first table's noise counts
+        same = (record.protocol.name, record.model.weights_digest, record.data.token_digest, number_of)
         if measured is None:
             dense = outcome.dense is not None and record.fingerprint == outcome.dense.fingerprint
             reasons.append(_ZERO if dense else "its record does not have this number")

@@ -206,6 +206,16 @@ def test_every_committed_verdict_that_is_not_plain_has_its_reason():
         assert judged.loc[judged["why"] == "", "claim"].tolist() == []
 
 
+def test_the_noise_of_a_time_is_what_its_table_prints():
+    claims, table11 = (read(ROOT / "results" / name) for name in ("claims.json", "tables/table11.json"))
+    floors = {(row["record"], round(row["noise_floor_pct"], 5)) for row in table11.entries if row.get("noise_floor_pct")}
+    said = [
+        one for one in claims.entries if (one["artefact"], one["unit"]) == ("table11", "%") and one["noise_floor"] is not None
+    ]
+    assert len(said) > 10
+    assert {(one["record"], round(one["noise_floor"], 5)) for one in said} <= floors
+
+
 def test_what_several_processes_timed_follows_from_the_files_that_show_prints():
     processes = timed_processes(ROOT / "results")
 

@@ -8,7 +8,6 @@ import pytest
 from fake_tasks import COUNT, record, wrong
 from matplotlib.colors import to_hex
 
-from quicksilver.experiments.tasks import figure03_18_word_classes as drawn
 from quicksilver.experiments.tasks import scores
 from quicksilver.measure.task import EXAMPLES
 from quicksilver.report.artefacts import Outcome, find
@@ -102,7 +101,7 @@ def outcomes(folder: Path, dense_wrong: np.ndarray) -> list[Outcome]:
     """Content words cost twenty answers more at each depth, their null ten, function words none."""
     dense = record(folder, "dense", dense_wrong, dense=True)
     found = []
-    for row in drawn.rows():
+    for row in scores.word_class_rows():
         if not row.key.startswith("sst2"):
             continue
         more = 0 if ".function." in row.key else 10 if row.key.endswith(".random") else 20
@@ -111,17 +110,19 @@ def outcomes(folder: Path, dense_wrong: np.ndarray) -> list[Outcome]:
 
 
 def test_classes_compose_and_their_nulls_stand_beside_them() -> None:
-    rows = drawn.rows()
+    rows = scores.word_class_rows()
     assert {need for row in rows for need in row.needs} <= set(choices("modules"))
     keys = {row.key for row in rows}
-    assert {f"sst2.{kind}.{depth}{null}" for kind in drawn.CLASSES for depth in drawn.DEPTHS for null in ("", ".random")} <= keys
+    assert {
+        f"sst2.{kind}.{depth}{null}" for kind in scores.CLASSES for depth in scores.DEPTHS for null in ("", ".random")
+    } <= keys
     config = compose([*rows[-1].defaults, *rows[-1].overrides])
     assert config.modules["word_class_halting"]["halted"] == "content"
     assert find("figure", "3") == find("figure", "18")
 
 
 def test_what_is_drawn_is_what_was_lost(tmp_path: Path) -> None:
-    made = drawn.figure(outcomes(tmp_path, wrong(*range(20))), "figure")
+    made = scores.figure03_18_word_classes(outcomes(tmp_path, wrong(*range(20))), "figure")
     frame = made.frame.set_index(["words", "random", "depth_layers"])
     assert len(frame) == 12
     content = frame.loc[("content", False, 8)]
@@ -137,8 +138,8 @@ def test_what_is_drawn_is_what_was_lost(tmp_path: Path) -> None:
 
 
 def test_a_task_at_chance_is_grey_and_says_so(tmp_path: Path) -> None:
-    made = drawn.figure(outcomes(tmp_path, wrong(*range(0, COUNT, 2))), "figure")
-    lines = [line for line in made.drawing.axes[0].get_lines() if len(line.get_xdata()) == len(drawn.DEPTHS)]
+    made = scores.figure03_18_word_classes(outcomes(tmp_path, wrong(*range(0, COUNT, 2))), "figure")
+    lines = [line for line in made.drawing.axes[0].get_lines() if len(line.get_xdata()) == len(scores.DEPTHS)]
     assert lines
     assert {to_hex(line.get_color()) for line in lines} == {GREY}
     assert "is not above chance, so nothing can be lost there" in " ".join(made.text().split())
@@ -146,4 +147,4 @@ def test_a_task_at_chance_is_grey_and_says_so(tmp_path: Path) -> None:
 
 def test_nothing_is_drawn_without_a_record() -> None:
     with pytest.raises(ConfigError, match="nothing to draw"):
-        drawn.figure([Outcome(row, reason="failed") for row in drawn.rows()], "figure")
+        scores.figure03_18_word_classes([Outcome(row, reason="failed") for row in scores.word_class_rows()], "figure")

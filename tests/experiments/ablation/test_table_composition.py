@@ -6,7 +6,7 @@ import fakes
 import numpy as np
 import pytest
 
-from quicksilver.experiments.ablation import table_composition as composition
+from quicksilver.experiments.ablation import composition
 from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome
 from quicksilver.runs.config import compose
@@ -14,7 +14,7 @@ from quicksilver.runs.run import check_allowed_by_protocol
 
 
 def test_every_row_is_a_run_that_the_protocol_takes_and_no_two_are_the_same() -> None:
-    rows = composition.rows()
+    rows = composition.composition_rows()
     configs = {(row.panel, row.key): compose(row.overrides) for row in rows}
     for config in configs.values():
         check_allowed_by_protocol(config)
@@ -29,7 +29,7 @@ def test_every_row_is_a_run_that_the_protocol_takes_and_no_two_are_the_same() ->
 
 
 def outcome(results: Path, key: str, kl: float, **options: float) -> Outcome:
-    row = next(row for row in composition.rows() if row.panel == composition.PANEL and row.key == key)
+    row = next(row for row in composition.composition_rows() if row.panel == composition.PANEL and row.key == key)
     dense = fakes.make(results, "dense continuation", "continuation")
     if key == "dense":
         return Outcome(row, dense, dense)

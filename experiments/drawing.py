@@ -11,8 +11,15 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
+from quicksilver.report.figure import DASHES, MARKERS, PALETTE
+
 _PLAIN: Mapping[str, Any] = {"linestyle": "-", "marker": ""}  # not the dashes and markers that the style goes through
 _RULE: Mapping[str, Any] = {"color": "black", "linewidth": 0.8, **_PLAIN}
+
+
+def look(place: int, **more: Any) -> dict[str, Any]:
+    """Colour, dash and marker of the series at this place."""
+    return {"color": PALETTE[place], "linestyle": DASHES[place], "marker": MARKERS[place], **more}
 
 
 def line(axes: Axes, x: Any, y: Any, **look: Any) -> None:

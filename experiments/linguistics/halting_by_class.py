@@ -8,6 +8,7 @@ frequency, position or spelling; the third what a model of position and frequenc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,18 +23,7 @@ from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, artefact
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
-from quicksilver.report.figure import (
-    DASHES,
-    GREY,
-    MARKERS,
-    PALETTE,
-    Figure,
-    legend_below,
-    panels,
-    percent_of_shares,
-    style,
-    whiskers,
-)
+from quicksilver.report.figure import GREY, PALETTE, Figure, legend_below, panels, percent_of_shares, style, whiskers
 from quicksilver.report.table import ENDS, Column, Panel, Table, interval_columns, with_ends
 
 from .. import drawing as draw
@@ -72,6 +62,12 @@ def result(record: Record) -> WordClassesResult:
 # --- claims -----------------------------------------------------------------------------------------------------------------------
 
 
+_EARLY, _LATER = ("determiner", "preposition", "conjunction"), ("pronoun", "auxiliary")
+_FUNCTION = (*_EARLY, *_LATER)
+_OF_THE_PAPER = tuple(one for one, (_, claim) in CLASSES.items() if claim)
+_answered = partial(AnsweredBy, runs.HALTING, runs.MAIN)
+
+
 def _answer(*names: str, note: str = "") -> AnsweredBy:
     """The lowest rate of these classes by the paper's tags, in percent, and how far it is from that of any tokens of the paper's classes."""
 
@@ -83,31 +79,38 @@ def _answer(*names: str, note: str = "") -> AnsweredBy:
 
     def beyond(record: Record) -> Estimate:
         tokens = pd.read_parquet(record.path / WORDS, columns=["paper_class", "halt_layer", "sentence"])
-        tokens = tokens[tokens["paper_class"].isin([one for one, (_, claim) in CLASSES.items() if claim])]
+        tokens = tokens[tokens["paper_class"].isin(_OF_THE_PAPER)]
         halted, member = tokens["halt_layer"] <= result(record).layer, tokens["paper_class"] == lowest(record)
         null = against_null(halted.to_numpy(), member.to_numpy(), np.zeros(len(tokens), int), tokens["sentence"].to_numpy())
         return Estimate.of(null.beyond, 100)
 
     said = "; ".join(filter(None, ("drift and entropy at p42, half of the depth", note)))
-    return AnsweredBy(runs.HALTING, runs.MAIN, of_record=rate, beyond_chance=beyond, note=said)
+    return _answered(of_record=rate, beyond_chance=beyond, note=said)
 
 
-def _by_window(record: Record, *classes: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Tokens of these classes by the paper's tags, and those of them that halted by half of the depth, window by window."""
+def _by_window(record: Record, *classes: str, layers: bool = False) -> list[np.ndarray[Any, Any]]:
+    """Tokens of these classes by the paper's tags, and those of them that halted by half of the depth, window by window. `layers`: those
+    that halt at all, and the sum of the layers after which they do, scaled to the paper's 30."""
     tokens = pd.read_parquet(record.path / WORDS, columns=["paper_class", "halt_layer", "window"])
-    member = tokens["paper_class"].isin(classes)
-    halted = member & (tokens["halt_layer"] <= result(record).layer)
-    return tuple(np.bincount(tokens["window"], weights=one.astype(float)) for one in (member, halted))  # type: ignore[return-value]
+    member, after = tokens["paper_class"].isin(classes), tokens["halt_layer"]
+    sums = [member, member & (after <= result(record).layer)]
+    if layers:
+        halted = member & (after < record.model.layers)
+        sums = [halted, halted * after * 30 / record.model.layers]
+    return [np.bincount(tokens["window"], weights=one.astype(float)) for one in sums]
+
+
+def _rates(sums: Sequence[Any]) -> Iterator[Any]:
+    """Of tokens and halted tokens, class after class."""
+    return (halted.sum(-1) / np.maximum(tokens.sum(-1), 1) for tokens, halted in zip(sums[::2], sums[1::2], strict=True))
 
 
 def _by_paper_counts(record: Record, of: Callable[..., Any]) -> Estimate:
     """`of` the rate of each class of the paper, weighted by Table 12's count of it, as another text mixes them otherwise."""
-    counts = np.array([reported()[str(CLASSES[one][1])].values["tokens"] for one in _OF_THE_PAPER])
     sums = [one for name in _OF_THE_PAPER for one in _by_window(record, name)]
 
     def weighted(*drawn: Any) -> Any:
-        rates = (halted.sum(-1) / np.maximum(n.sum(-1), 1) for n, halted in zip(drawn[::2], drawn[1::2], strict=True))
-        return of(dict(zip(_OF_THE_PAPER, (count * rate for count, rate in zip(counts, rates, strict=True)), strict=True)))
+        return of({name: _counted_by_paper(name) * rate for name, rate in zip(_OF_THE_PAPER, _rates(drawn), strict=True)})
 
     return Estimate.of(bootstrap(weighted, *sums))
 
@@ -117,81 +120,59 @@ def _counted_by_paper(*classes: str) -> float:
 
 
 def _share_of_halted(halted: Mapping[str, Any]) -> Any:
-    return 100 * sum(halted[one] for one in (*_EARLY, *_LATER)) / np.maximum(sum(halted.values()), 1e-9)
-
-
-def _predominant(record: Record) -> Estimate:
     """Function words among the halted tokens, percent."""
-    return _by_paper_counts(record, _share_of_halted)
+    return 100 * sum(halted[one] for one in _FUNCTION) / np.maximum(sum(halted.values()), 1e-9)
 
 
-def _beyond_their_share(record: Record) -> Estimate:
-    chance = 100 * _counted_by_paper(*_EARLY, *_LATER) / _counted_by_paper(*_OF_THE_PAPER)
-    return _by_paper_counts(record, lambda halted: _share_of_halted(halted) - chance)
+def _beyond_their_share(halted: Mapping[str, Any]) -> Any:
+    return _share_of_halted(halted) - 100 * _counted_by_paper(*_FUNCTION) / _counted_by_paper(*_OF_THE_PAPER)
+
+
+def _more_than_content_words(halted: Mapping[str, Any]) -> Any:
+    """Rate of function words less that of content words, in points."""
+    rate = sum(halted[one] for one in _FUNCTION) / _counted_by_paper(*_FUNCTION)
+    return 100 * (rate - halted["content"] / _counted_by_paper("content"))
 
 
 def _lower(record: Record) -> Estimate | None:
     """The lowest rate of determiners, prepositions and conjunctions, less the higher of pronouns' and auxiliaries', in points."""
-    sums = [one for name in (*_EARLY, *_LATER) for one in _by_window(record, name)]
+    sums = [one for name in _FUNCTION for one in _by_window(record, name)]
     if any(tokens.sum() < MIN_WINDOWS for tokens in sums[::2]):
         return None
 
     def apart(*drawn: Any) -> Any:
-        rates = [
-            100 * halted.sum(-1) / np.maximum(tokens.sum(-1), 1) for tokens, halted in zip(drawn[::2], drawn[1::2], strict=True)
-        ]
+        rates = [100 * rate for rate in _rates(drawn)]
         return np.minimum.reduce(rates[: len(_EARLY)]) - np.maximum.reduce(rates[len(_EARLY) :])
 
     return Estimate.of(bootstrap(apart, *sums))
 
 
-def _layers_of_30(record: Record, *classes: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Tokens of these classes that halt at all, and the sum of the layers after which they do, scaled to the paper's 30, window by window."""
-    tokens = pd.read_parquet(record.path / WORDS, columns=["paper_class", "halt_layer", "window"])
-    halted = tokens["paper_class"].isin(classes) & (tokens["halt_layer"] < record.model.layers)
-    layers = halted * tokens["halt_layer"] * 30 / record.model.layers
-    return tuple(np.bincount(tokens["window"], weights=one.astype(float)) for one in (halted, layers))  # type: ignore[return-value]
-
-
 def _halt_layer(record: Record) -> Estimate:
     """Mean layer of 30 after which function words halt, of those that do."""
-    return Estimate.of(bootstrap(lambda n, layers: layers.sum(-1) / n.sum(-1), *_layers_of_30(record, *_EARLY, *_LATER)))
+    return Estimate.of(bootstrap(lambda n, layers: layers.sum(-1) / n.sum(-1), *_by_window(record, *_FUNCTION, layers=True)))
 
 
 def _after_content_words(record: Record) -> Estimate:
     """How much later function words halt than content words, in layers of 30."""
-    sums = (*_layers_of_30(record, *_EARLY, *_LATER), *_layers_of_30(record, "content"))
+    sums = (*_by_window(record, *_FUNCTION, layers=True), *_by_window(record, "content", layers=True))
     return Estimate.of(bootstrap(lambda n, layers, m, others: layers.sum(-1) / n.sum(-1) - others.sum(-1) / m.sum(-1), *sums))
 
 
-def _more_than_content_words(record: Record) -> Estimate:
-    """Rate of function words less that of content words, in points."""
-    function, content = _counted_by_paper(*_EARLY, *_LATER), _counted_by_paper("content")
-    rate = lambda halted: sum(halted[one] for one in (*_EARLY, *_LATER)) / function
-    return _by_paper_counts(record, lambda halted: 100 * (rate(halted) - halted["content"] / content))
-
-
-_EARLY, _LATER = ("determiner", "preposition", "conjunction"), ("pronoun", "auxiliary")
-_OF_THE_PAPER = tuple(one for one, (_, claim) in CLASSES.items() if claim)
 _LOWEST = _answer(*_EARLY, note="the lowest of determiners, prepositions and conjunctions")
 _ANSWERS = {f"{claim}.halted_share_pct": _answer(name) for name, (_, claim) in CLASSES.items() if claim is not None}
 _ANSWERS |= {f"{entry}.function_words.halted_share_pct": _LOWEST for entry in ("section2", "s1")}
 _ANSWERS["m.content_words.halted_share_pct"] = _answer("content")
-_NOTED = "of the tokens of the paper's classes that halt by half of the depth, weighted by Table 12's own counts"
-_ANSWERS["section2.predominantly"] = AnsweredBy(
-    runs.HALTING, runs.MAIN, of_record=_predominant, beyond_chance=_beyond_their_share, note=_NOTED
+_ANSWERS["section2.predominantly"] = _answered(
+    of_record=partial(_by_paper_counts, of=_share_of_halted),
+    beyond_chance=partial(_by_paper_counts, of=_beyond_their_share),
+    note="of the tokens of the paper's classes that halt by half of the depth, weighted by Table 12's own counts",
 )
-_ANSWERS["m.pronouns_and_auxiliaries"] = AnsweredBy(
-    runs.HALTING, runs.MAIN, of_record=_lower, note="the lowest of DT, IN, CC less the higher of the two"
-)
-_ANSWERS["m.function_words.higher_rate_points"] = AnsweredBy(
-    runs.HALTING,
-    runs.MAIN,
-    of_record=_more_than_content_words,
+_ANSWERS["m.pronouns_and_auxiliaries"] = _answered(of_record=_lower, note="the lowest of DT, IN, CC less the higher of the two")
+_ANSWERS["m.function_words.higher_rate_points"] = _answered(
+    of_record=partial(_by_paper_counts, of=_more_than_content_words),
     note="function words weighted by Table 12's own counts, by half of the depth; halting at p42",
 )
-_HALTS = AnsweredBy(
-    *(runs.HALTING, runs.MAIN),
+_HALTS = _answered(
     of_record=_halt_layer,
     beyond_chance=_after_content_words,
     note="of function words that halt, at p42; no token halts before layer 5.6 of 30 here; content words ought to halt a tenth later",
@@ -389,7 +370,7 @@ def _deepening(words: str) -> AnsweredBy:
         return _deepened(record.measured("word_signals", WordSignalsResult).entropy_nats[words])
 
     note = f"{words} words, logit lens of the dense model, from layer 10 to 20 of 30; table lenses says what that lens knows"
-    return AnsweredBy(runs.HALTING, runs.MAIN, of_record=of, note=note)
+    return _answered(of_record=of, note=note)
 
 
 def _decay(record: Record) -> Estimate | None:
@@ -415,7 +396,7 @@ _KEPT = "over what others get at the same place, in the dense model: layers afte
 _SIGNAL_ANSWERS: dict[str, AnsweredBy | tuple[AnsweredBy, ...]] = {
     "e4.collapse.entropy_change_nats": _deepening("function"),
     "o.entropy.entropy_change_nats": _deepening("all"),
-    "c1.decay.attention_kept_ratio": AnsweredBy(runs.HALTING, runs.MAIN, of_record=_decay, note=_KEPT),
+    "c1.decay.attention_kept_ratio": _answered(of_record=_decay, note=_KEPT),
 }
 
 
@@ -441,16 +422,12 @@ def _by_layer(what: str, of: str, value: Any, **more: Any) -> pd.DataFrame:
 _BELOW: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.13)}
 
 
-def _look(place: int) -> dict[str, Any]:
-    return {"color": PALETTE[place], "linestyle": DASHES[place], "marker": MARKERS[place], "markersize": 2.5}
-
-
 def _entropy(axis: Axes, found: WordSignalsResult) -> Iterator[pd.DataFrame]:
     for place, kind in enumerate(kind for kind in DRAWN if kind in found.entropy_nats):
         one = found.entropy_nats[kind]
         mean, error = np.array(one.mean), Z * np.array(one.error)
         part = _by_layer("entropy_nats", kind, mean, low=mean - error, high=mean + error)
-        axis.plot(part["layer"], mean, label=kind, **_look(place))
+        axis.plot(part["layer"], mean, label=kind, **draw.look(place, markersize=2.5))
         axis.fill_between(part["layer"], part["low"], part["high"], color=PALETTE[place], alpha=0.2, linewidth=0)
         yield part
     axis.set(title="Entropy of the logit lens", xlabel="layer", ylabel="nats")
@@ -468,7 +445,7 @@ def _attention(axis: Axes, found: WordSignalsResult) -> Iterator[pd.DataFrame]:
     drawn = {"share of all attention": halted.mass_share, "÷ what others get at the same place": halted.against_position}
     for place, (label, got) in enumerate(drawn.items()):
         part = _by_layer(f"attention of halted, {label}", "halted", got)
-        axis.plot(part["layer"], got, label=label, **_look(place))
+        axis.plot(part["layer"], got, label=label, **draw.look(place, markersize=2.5))
         yield part
     draw.horizontal(axis, 1, linewidth=0.7, label="1: as much as others at the same place")
     share = {"color": PALETTE[0], "linestyle": ":", "label": "their share of the tokens"}

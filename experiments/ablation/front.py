@@ -18,13 +18,11 @@ from quicksilver.report.table import ENDS, Column, Panel, Table, signed
 
 from ..sweeps import table_fair_trial as fair_trial
 from ..sweeps.figure_ladder import SEEDS
-from . import table_generation as generation
-from .prompts import on_far_text
+from . import prompts
 from .techniques import chosen, options, row_of, steps
 
-READS = generation.READS
 PANEL, RECALL, WRITTEN = "continuation", "far-recall", "generation"
-ALWAYS = {PANEL: fair_trial.TESTED, RECALL: on_far_text(RECALL), WRITTEN: generation.ALWAYS}
+ALWAYS = {PANEL: fair_trial.TESTED, RECALL: prompts.on_far_text(RECALL), WRITTEN: prompts.WRITING}
 DEFAULT = {"isolated.halting": "Paper: halting, default", "cumulative.quantization": "Paper: all four, default"}
 TUNED = {  # mechanism and budget: Table 11 has those of 15%; at 25% the prompt-only one saves nearly what the rows below do
     ("halting", 15): "Paper: halting, tuned",
@@ -82,7 +80,7 @@ LEGEND = (
 )
 
 
-@artefact(front_rows, READS)
+@artefact(front_rows, (prompts.TEXTS,))
 def table_front(outcomes: Sequence[Outcome], name: str) -> Table:
     """Table front: what it saves, and what it costs.
 
@@ -102,7 +100,7 @@ def _panel(outcomes: Sequence[Outcome], before: str, title: str) -> tuple[pd.Dat
         frame[f"recall_delta_ppl_pct{end}"] = frame["key"].map(far[f"delta_ppl_pct{end}"])
     frame["recall_record"] = frame["key"].map(far["record"])
     texts = {
-        one.row.key: generation.measured(one.record, generation.GREEDY)
+        one.row.key: prompts.written(one.record, prompts.GREEDY)
         for one in outcomes
         if one.row.panel == before + WRITTEN and one.row.key != "dense" and one.record is not None
     }
@@ -168,7 +166,7 @@ def seeds_rows() -> list[Row]:
     return found
 
 
-@artefact(seeds_rows, READS)
+@artefact(seeds_rows, (prompts.TEXTS,))
 def table_seeds(outcomes: Sequence[Outcome], name: str) -> Table:
     """Table seeds: one recipe, trained from two seeds.
 

@@ -6,7 +6,7 @@ import fakes
 import pytest
 import yaml
 
-from quicksilver.experiments.ablation import front, prompts, table11_ablation, table_generation
+from quicksilver.experiments.ablation import front, prompts, table11_ablation
 from quicksilver.experiments.sweeps import table_fair_trial
 from quicksilver.models.loading import EMBEDDED
 from quicksilver.records.store import Store
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
     ("panel", "elsewhere", "keys"),
     [
         (front.RECALL, prompts.far_context_rows, ["dense", "position", "truncated", "40"]),
-        (front.WRITTEN, table_generation.rows, ["position", "truncated", "40"]),
+        (front.WRITTEN, prompts.generation_rows, ["position", "truncated", "40"]),
     ],
 )
 def test_the_runs_of_a_column_are_those_of_its_table(panel, elsewhere, keys) -> None:

@@ -3,26 +3,28 @@
 import fakes
 import pytest
 
-from quicksilver.experiments.ablation import table_generation
+from quicksilver.experiments.ablation import prompts
 from quicksilver.measure.generation import GREEDY, SAMPLED
 from quicksilver.report.artefacts import Outcome
 from quicksilver.runs.choices import choices
 
 
 def test_rows_are_those_of_modules_that_there_are():
-    rows = table_generation.rows()
+    rows = prompts.generation_rows()
     assert {need for row in rows for need in row.needs} <= set(choices("modules"))
-    assert {row.panel for row in rows} == set(table_generation.PANELS)
-    of = {panel: {row.key: row.overrides for row in rows if row.panel == panel} for panel in table_generation.PANELS}
+    assert {row.panel for row in rows} == set(prompts.WAYS)
+    of = {panel: {row.key: row.overrides for row in rows if row.panel == panel} for panel in prompts.WAYS}
     assert of[GREEDY] == of[SAMPLED]  # which share a run
 
 
 def test_what_is_printed_is_what_was_measured(tmp_path):
     run = fakes.make(tmp_path, "run", "continuation", per_token=0.01, saved=0.4, **fakes.generated())
     dense = fakes.make(tmp_path, "dense continuation", "continuation")
-    outcomes = [Outcome(row, run, dense) for row in table_generation.rows()[:1]]
-    outcomes += [Outcome(row, run, dense) for row in table_generation.rows() if row.panel == SAMPLED and row.key == "quicksilver"]
-    made = table_generation.table(outcomes, "table")
+    outcomes = [Outcome(row, run, dense) for row in prompts.generation_rows()[:1]]
+    outcomes += [
+        Outcome(row, run, dense) for row in prompts.generation_rows() if row.panel == SAMPLED and row.key == "quicksilver"
+    ]
+    made = prompts.table_generation(outcomes, "table")
     greedy, sampled = (made.frame[made.frame["panel"] == way].iloc[0] for way in (GREEDY, SAMPLED))
     assert greedy["same_tokens"] == pytest.approx(7.5)
     assert greedy["same_tokens_low"] < 7.5 < greedy["same_tokens_high"]
@@ -34,5 +36,5 @@ def test_what_is_printed_is_what_was_measured(tmp_path):
     assert "0 of 16 to the end" in text
     assert "16 of 16 to the end" in text
     assert "16 prompts of 448 tokens, 64 new tokens" in " ".join(text.split())
-    failed = table_generation.table([Outcome(table_generation.rows()[0], reason="failed")], "table")
+    failed = prompts.table_generation([Outcome(prompts.generation_rows()[0], reason="failed")], "table")
     assert "failed" in failed.text(120)

@@ -9,7 +9,7 @@ normalised entropies (docs/conflicts.md #18).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -137,13 +137,20 @@ def app_j(panel: str, key: str) -> AnsweredBy:
     return AnsweredBy(panel, key, of=of, note=APP_J, by_definition=ZERO * (key == "uniform8"))
 
 
-def _lead(key: str, panel: Mapping[str, Outcome]) -> Estimate | None:
-    """Percent of perplexity that widths by entropy have less than the static precision of the same table, a uniform 8 bits."""
+def _against_8_bits(compare: Callable[[Record, Record], Estimate], key: str, panel: Mapping[str, Outcome]) -> Estimate | None:
+    """Widths by entropy compared with the static precision of the same table, a uniform 8 bits."""
     guided, static = panel[key].record, panel["uniform8"].record
-    if guided is None or static is None:
-        return None
+    return None if guided is None or static is None else compare(guided, static)
+
+
+def _added(guided: Record, static: Record) -> Estimate:
+    """Percent of perplexity that the first has more than the second."""
     paired = paired_records(guided, static)
-    return Estimate(-paired.relative_pct, -paired.relative_pct_high, -paired.relative_pct_low)
+    return Estimate(paired.relative_pct, paired.relative_pct_low, paired.relative_pct_high)
+
+
+def _lead(guided: Record, static: Record) -> Estimate:
+    return Estimate.of(_added(guided, static), -1)
 
 
 def answers() -> dict[str, tuple[AnsweredBy, ...]]:
@@ -156,31 +163,21 @@ def answers() -> dict[str, tuple[AnsweredBy, ...]]:
     guided = [row for row in rows() if row.reported == "table3.entropy_aware"]
     note = "widths by entropy against a uniform 8 bits, which saves fewer operations"
     found["o.static.lead_on_static_pct"] = tuple(
-        AnsweredBy(row.panel, row.key, of=partial(_lead, row.key), note=note) for row in guided
+        AnsweredBy(row.panel, row.key, of=partial(_against_8_bits, _lead, row.key), note=note) for row in guided
     )
     # Table 11's run alone is this one, and P.4's too. E.9 states what is gained beyond 8 bits.
     alone = [row for row in guided if row.section == PRINTED]
     for claim in ("table11", "p4"):
         found[f"{claim}.isolated.quantization.flops_saved_pct"] = tuple(app_j(row.panel, row.key) for row in alone)
     (beyond,) = (row for row in alone if row.panel == "all")  # of the other protocol: sweeps/multiruns.py
-    for name, of in (("delta_ppl", _added), ("flops_saved_pct", _beyond_8_bits)):
-        answer = AnsweredBy(beyond.panel, beyond.key, of=partial(of, beyond.key), note="against a uniform 8 bits")
+    for name, of in (("delta_ppl", _added), ("flops_saved_pct", partial(saved_pct, column="paper_flops"))):
+        answer = AnsweredBy(
+            beyond.panel, beyond.key, of=partial(_against_8_bits, of, beyond.key), note="against a uniform 8 bits"
+        )
         found[f"e9.quantization.{name}"] = (answer,)
     # With Appendix J's β a uniform 8 bits saves nothing: what is saved beyond it is all that is saved.
     found["e9.quantization.flops_saved_pct"] += (app_j(beyond.panel, beyond.key),)
     return found
-
-
-def _added(key: str, panel: Mapping[str, Outcome]) -> Estimate | None:
-    """Percent of perplexity that widths by entropy have more than a uniform 8 bits."""
-    lead = _lead(key, panel)
-    return None if lead is None else Estimate.of(lead, -1)
-
-
-def _beyond_8_bits(key: str, panel: Mapping[str, Outcome]) -> Estimate | None:
-    """Percent of the operations of a uniform 8 bits, in the paper's ledger, that widths by entropy do not need."""
-    guided, static = panel[key].record, panel["uniform8"].record
-    return None if guided is None or static is None else saved_pct(guided, static, "paper_flops")
 
 
 def two_bits(record: Record) -> Estimate | None:

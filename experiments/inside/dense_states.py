@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -55,6 +56,10 @@ def _ends(column: str, one: Any, name: str) -> dict[str, float]:
     return {f"{column}{end}": getattr(one, f"{name}{end}") for end in ENDS}
 
 
+def _of_both(of: Callable[[Record], Estimate | None], note: str, by_definition: str = "") -> tuple[AnsweredBy, ...]:
+    return tuple(AnsweredBy(panel, KEY, of_record=of, note=note, by_definition=by_definition) for panel in PANELS)
+
+
 _LAYER = Column("", "after layer", "{layer}", align="left")
 
 
@@ -78,22 +83,15 @@ BOUNDS_LEGEND = (
 )
 
 
-def _least(inequality: str) -> Callable[[Record], Estimate]:
-    def of(record: Record) -> Estimate:
-        """Share of the cases in which the bound holds with measured constants, at the layer where that is least."""
-        found = record.measured("bounds", BoundsResult).held
-        each = [one.holds for one in found if (one.inequality, one.constants) == (inequality, CONSTANTS[0])]
-        return Estimate.of(min(each, key=lambda share: share.value))
-
-    return of
-
-
-def _bound(panel: str, inequality: str) -> AnsweredBy:
-    return AnsweredBy(panel, KEY, of_record=_least(inequality), note="constants measured; the layer where it holds least")
+def _least(inequality: str, record: Record) -> Estimate:
+    """Share of the cases in which the bound holds with measured constants, at the layer where that is least."""
+    found = record.measured("bounds", BoundsResult).held
+    each = [one.holds for one in found if (one.inequality, one.constants) == (inequality, CONSTANTS[0])]
+    return Estimate.of(min(each, key=lambda share: share.value))
 
 
 BOUNDS_ANSWERS = {
-    f"{claim}.bound_holds_share": tuple(_bound(panel, inequality) for panel in PANELS)
+    f"{claim}.bound_holds_share": _of_both(partial(_least, inequality), "constants measured; the layer where it holds least")
     for inequality, (_, claims) in SAID.items()
     for claim in claims
 }
@@ -180,10 +178,6 @@ def _noise_per_bit(record: Record) -> Estimate | None:
     return Estimate(ratios[1], *ratios)
 
 
-def _of_both(of: Callable[[Record], Estimate | None], note: str, by_definition: str = "") -> tuple[AnsweredBy, ...]:
-    return tuple(AnsweredBy(panel, KEY, of_record=of, note=note, by_definition=by_definition) for panel in PANELS)
-
-
 LENSES_ANSWERS = {
     "e9.correlation.pearson_r": _of_both(_correlated, "logit-lens entropy after half of the layers, widths by entropy"),
     "e3.noise.noise_ratio_per_bit": _of_both(
@@ -202,13 +196,10 @@ def table_lenses(outcomes: Sequence[Outcome], name: str) -> Table:
     """
     columns = [_LAYER]
     for lens in _LENSES:
-        columns += [
-            Column(f"{lens} lens", "loss", f"{{{lens}_nats:,.2f}}"),
-            Column(f"{lens} lens", "entropy", f"{{{lens}_entropy_nats:,.2f}}"),
-        ]
-        columns += [Column(f"{lens} lens", "r", with_ends(f"{lens}_r", ".2f"))]
-    columns += [Column("rounded", "error", "{rounded_error_l2:,.2f}"), Column("rounded", "r", with_ends("rounded_r", ".2f"))]
-    columns += [Column("rounded", "r at 8 bits", with_ends("eight_r", ".2f"))]
+        cells = {"loss": f"{{{lens}_nats:,.2f}}", "entropy": f"{{{lens}_entropy_nats:,.2f}}", "r": with_ends(f"{lens}_r", ".2f")}
+        columns += [Column(f"{lens} lens", heading, cell) for heading, cell in cells.items()]
+    cells = {"error": "{rounded_error_l2:,.2f}", "r": with_ends("rounded_r", ".2f"), "r at 8 bits": with_ends("eight_r", ".2f")}
+    columns += [Column("rounded", heading, cell) for heading, cell in cells.items()]
     return _table(name, "What a lens reads in the middle layers", outcomes, _lenses, columns, _known, LENSES_LEGEND)
 
 

@@ -162,14 +162,9 @@ def _prompt_ratio(outcome: Outcome, processes: Sequence[TimedProcess]) -> float 
 
 
 def _more(outcome: Outcome, processes: Sequence[TimedProcess]) -> dict[str, Any]:
-    record = outcome.record
-    if record is None:
-        return {}
-    ratio = _prompt_ratio(outcome, processes)
-    row: dict[str, Any] = {} if ratio is None else {"prompt_time_ratio": ratio}
-    served = record.found("deployment", DeploymentResult)
-    if served is not None and served.per_token_ratio is not None:
-        of_token = served.per_token_ratio
+    row: dict[str, Any] = {"prompt_time_ratio": _prompt_ratio(outcome, processes)}
+    served = None if outcome.record is None else outcome.record.found("deployment", DeploymentResult)
+    if served is not None and (of_token := served.per_token_ratio) is not None:
         row |= {"token_ratio": of_token.median, "token_ratio_low": of_token.low, "token_ratio_high": of_token.high}
         row |= {"token_noise_pct": served.noise_floor_pct, "same_first_tokens": served.same_first_tokens}
     return row
@@ -286,11 +281,6 @@ def _three_over(outcomes: Mapping[str, Outcome], other: str, *, decoded: bool) -
     return Estimate(quotients[0], ours.low / theirs.high, ours.high / theirs.low, floor)
 
 
-def _versus_int8(outcomes: Mapping[str, Outcome], *, decoded: bool) -> Estimate | None:
-    """Time under the paper's three over that of dynamic int8."""
-    return _three_over(outcomes, QUANTISED, decoded=decoded)
-
-
 def _fastest(outcomes: Mapping[str, Outcome], *, decoded: bool) -> str:
     """The key of the fastest method of others; empty: none was timed."""
     timed = _timed(outcomes, () if decoded else provenance.timings([*outcomes.values()]), decoded=decoded)
@@ -320,7 +310,7 @@ def _both(of: Callable[..., Estimate | None], versus: Callable[..., str], agains
 
 
 ANSWERS = {
-    f"{CLAIM}.time_ratio": _both(_versus_int8, lambda _, decoded: QUANTISED, "over dynamic int8"),
+    f"{CLAIM}.time_ratio": _both(partial(_three_over, other=QUANTISED), lambda _, decoded: QUANTISED, "over dynamic int8"),
     "section3.fastest.lead_pct": _both(_lead, _fastest, "against the fastest method of others"),
 }
 

@@ -8,7 +8,7 @@ parts; then the clock, and the energy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,25 +54,22 @@ _DIAMOND: dict[str, Any] = {"marker": "D", "color": "white", "markeredgecolor": 
 _BAR: dict[str, Any] = {"width": 0.55, "edgecolor": "black", "linewidth": 0.5, "error_kw": {"elinewidth": 0.8, "capsize": 2}}
 
 
-def _answer(quantity: str) -> Callable[[Record], Estimate | None]:
-    def of(record: Record) -> Estimate | None:
-        if quantity == "speedup_pct":
-            return costs.of_a_batch(record)
-        energy = costs.energy(record)
-        if not energy.measured:
-            raise ConfigError(f"energy was not measured, but estimated from the clock ({energy.method})")
-        if quantity == "dense_g_per_token":
-            grams = energy.dense.net_gco2_per_token
-            return None if isinstance(grams, str) else Estimate(grams, grams, grams)
-        saved = costs.joules_saved(record)  # in percent of dense joules, and so of emissions: the grid's factor cancels out
-        return saved and Estimate(saved[0], saved[0] - saved[1], saved[0] + saved[1], saved[1])
-
-    return of
+def _estimate(quantity: str, record: Record) -> Estimate | None:
+    if quantity == "speedup_pct":
+        return costs.of_a_batch(record)
+    energy = costs.energy(record)
+    if not energy.measured:
+        raise ConfigError(f"energy was not measured, but estimated from the clock ({energy.method})")
+    if quantity == "dense_g_per_token":
+        grams = energy.dense.net_gco2_per_token
+        return None if isinstance(grams, str) else Estimate(grams, grams, grams)
+    saved = costs.joules_saved(record)  # in percent of dense joules, and so of emissions: the grid's factor cancels out
+    return saved and Estimate(saved[0], saved[0] - saved[1], saved[0] + saved[1], saved[1])
 
 
 _ENTRIES = {f"f2.{step.rpartition('.')[2]}": step for step in [*STEPS][1:]}
 _ANSWERS = {
-    f"{entry}.{quantity}": AnsweredBy(costs.PANEL, key, of_record=_answer(quantity))
+    f"{entry}.{quantity}": AnsweredBy(costs.PANEL, key, of_record=partial(_estimate, quantity))
     for entry, key in (_ENTRIES | {"f2.joint": costs.JOINT, "faq.energy": costs.JOINT}).items()
     for quantity in reported()[entry].quantities
     if quantity != "added_speedup_pct"
@@ -256,15 +253,11 @@ def realization(time_saved_pct: float, flops_saved_pct: float, noise_pct: float)
 def table_waterfall(outcomes: Sequence[Outcome], name: str) -> Table:
     """Table and figure waterfall: how much of what a mechanism promises arrives: operations, kernel time, wall clock, joules."""
     found = frame(outcomes)
-    stages = [
-        Column(group, heading, costs.or_simulated(cell) if stage in TIMED else cell)
-        for stage, (group, heading, _) in STAGES.items()
-        for cell in (partial(_cell, stage),)
-    ]
+    stages = [Column(group, heading, partial(_cell, stage)) for stage, (group, heading, _) in STAGES.items()]
     columns = (
         Column("", "technique", "{technique}", align="left"),
         *stages[:2],
-        Column("", "deciding takes", costs.or_simulated(_policy)),
+        Column("", "deciding takes", partial(_cell, "policy_pct")),
         *stages[2:],
         Column("", "realized", "{realization:.2f}"),
     )
@@ -283,17 +276,15 @@ def table_waterfall(outcomes: Sequence[Outcome], name: str) -> Table:
     return Table(name, "Waterfall: from operations to joules", found, (panel,), legend)
 
 
-def _policy(row: Mapping[str, Any]) -> Lines:
-    return time_cell(number(row, "policy_pct"), number(row, comparison.FLOOR))
-
-
 def _cell(stage: str, row: Mapping[str, Any]) -> Lines:
     """A stage; times and joules with what they cannot be told from."""
     value = number(row, stage)
-    if stage in ("kernel_saved_pct", "wall_saved_pct"):
-        return time_cell(value, number(row, comparison.FLOOR))
-    if stage != "joules_saved_pct":
+    if stage in ("nominal_saved_pct", "executed_saved_pct"):
         return (signed(value),)
+    if row.get("method") == costs.SIMULATED:
+        return (costs.SIMULATED,)
+    if stage != "joules_saved_pct":
+        return time_cell(value, number(row, comparison.FLOOR))
     if not isinstance(row["method"], str):
         return (NO_VALUE,)
     resolution = number(row, "joules_resolution_pct")

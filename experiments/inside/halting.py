@@ -184,15 +184,11 @@ def _timeline(drawing: Drawing, axes: Axes, frame: pd.DataFrame, window: tuple[i
     through = frame.groupby("slot")["active"].transform("all")
     for cell in frame.assign(through=through).itertuples():
         x, y = cell.slot - 0.5, cell.layer - 0.5
-        if not cell.active:
-            of_layers.append(axes.add_patch(Rectangle((x, y), 1, 1, linewidth=0, **_HALTED)))
-        elif np.isnan(cell.score) and cell.through:
-            of_layers.append(axes.add_patch(Rectangle((x, y), 1, 1, linewidth=0, **_LAST)))
-        elif np.isnan(cell.score):
-            of_layers.append(axes.add_patch(Rectangle((x, y), 1, 1, facecolor=_AGAIN, edgecolor="none")))
+        if not cell.active or np.isnan(cell.score):
+            look = _HALTED if not cell.active else _LAST if cell.through else {"facecolor": _AGAIN}
+            of_layers.append(axes.add_patch(Rectangle((x, y), 1, 1, linewidth=0, **look)))
         if cell.halts:
-            bar = Rectangle((x, y + 0.85), 1, 0.2, facecolor="black", edgecolor="none", zorder=3)
-            of_layers.append(axes.add_patch(bar))
+            of_layers.append(axes.add_patch(Rectangle((x, y + 0.85), 1, 0.2, facecolor="black", edgecolor="none", zorder=3)))
     for edge in (window[0] - 0.5, window[1] + 0.5):
         draw.horizontal(axes, edge, **_WINDOW)
     draw.labels_below(axes, sentences.labels(frame.loc[frame["layer"] == 1, "token"]))
@@ -280,20 +276,14 @@ def entropy_and_drift(record: Record) -> Estimate | None:
 
 _ARRAYS_21 = ("run.sdi_l2", *(f"dense.{name}" for name in ("gradient_x_state", "entropy_nats", "drift_l2")))
 _READ_21 = sentences.read_of_windows("run.nll_nats", "dense.nll_nats", *_ARRAYS_21)
-_NOTE_21 = (
-    "drift after the last layer, gradient × state; halting at p60; of the tokens of two windows; the interval is over tokens"
+_NOTES_21 = (
+    "drift after the last layer, gradient × state; halting at p60; of the tokens of two windows; the interval is over tokens",
+    "after half of the layers, where widths are decided; dense model, p60; the interval is over tokens of two windows; other layers differ, "
+    "some in sign",
 )
-
-
 _ANSWERS_21 = {
-    "figure21.overlap": AnsweredBy("", "halting", of_record=overlap, note=_NOTE_21),
-    "e3.entropy_and_drift": AnsweredBy(
-        "",
-        "halting",
-        of_record=entropy_and_drift,
-        note="after half of the layers, where widths are decided; dense model, p60; the interval is over tokens of two windows; other layers differ, "
-        "some in sign",
-    ),
+    "figure21.overlap": AnsweredBy("", "halting", of_record=overlap, note=_NOTES_21[0]),
+    "e3.entropy_and_drift": AnsweredBy("", "halting", of_record=entropy_and_drift, note=_NOTES_21[1]),
 }
 
 

@@ -175,10 +175,8 @@ TABLE_6 = {
     "impact": ("Reduces compute depth per token", "Shortens effective sequence length"),
     "priority": ("Prefer halting if unpaired", "Prefer fusion if high similarity"),
 }
-SCOPE = {
-    True: "the token and those before it: anywhere",
-    False: "later tokens as well: in prompts only",
-}  # by whether it is causal
+# By whether it is causal.
+SCOPE = {True: "the token and those before it: anywhere", False: "later tokens as well: in prompts only"}
 _WIDTH = 38  # characters of a line of a cell
 
 

@@ -396,12 +396,8 @@ def _draw(axis: Axes, rows: pd.DataFrame, title: str) -> None:
     chance = not bool(rows["above_chance"].iloc[0])
     for i, ((words, random), line) in enumerate(rows.groupby(["words", "random"], sort=False)):
         place = CLASSES.index(str(words))
-        look: dict[str, Any] = {"color": GREY if chance else _COLOURS[str(words)], "markersize": 5, "capsize": 2.5}
-        look |= {
-            "marker": MARKERS[place + 2 * random],
-            "linestyle": DASHES[2 if random else place],
-            "alpha": 0.75 if random else 1.0,
-        }
+        look: dict[str, Any] = {"color": GREY if chance else _COLOURS[str(words)], "marker": MARKERS[place + 2 * random]}
+        look |= {"linestyle": DASHES[2 if random else place], "alpha": 0.75 if random else 1.0, "markersize": 5, "capsize": 2.5}
         error = whiskers(line["lost"], line["lost_low"], line["lost_high"])
         label = f"as many random tokens as {words} words" if random else f"{words} words"
         axis.errorbar(line["depth_layers"] + 0.25 * (i - 1.5), line["lost"], yerr=error, label=label, **look)

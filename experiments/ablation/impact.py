@@ -37,7 +37,7 @@ MEASURES = {
     "delta_ppl_pct": ("reported_delta_ppl_pct", "perplexity added\n(% of dense)"),
 }
 _DIAMOND: dict[str, Any] = {"linestyle": "", "marker": "D", "markerfacecolor": "white", "markeredgecolor": PALETTE[1]}
-_NULL: dict[str, Any] = {"color": PALETTE[4], "marker": "x", "markersize": 4.5, "linestyle": "", "linewidth": 1, "capsize": 2}
+_NULL: dict[str, Any] = {"color": PALETTE[4], "marker": "x", "markersize": 4.5, "linestyle": "", "linewidth": 1}
 _FLOOR = "#e4e4e4"
 
 
@@ -74,10 +74,8 @@ def added_speedup(panel: Mapping[str, Outcome]) -> Estimate | None:
     """Points of time gone that KV skipping adds to halting. Of several processes: the median of their differences, and the range. Of one: the
     quartiles of both, set against each other."""
     again = timings([*panel.values()])
-    found = [
-        [_of_dense(panel[f"cumulative.{step}"], "speedup_pct", those) for step in ("halting", "kv_skipping")]
-        for those in one_by_one(again)
-    ]
+    steps = [panel[f"cumulative.{step}"] for step in ("halting", "kv_skipping")]
+    found = [[_of_dense(step, "speedup_pct", those) for step in steps] for those in one_by_one(again)]
     pairs = [(before, after) for before, after in found if before is not None and after is not None]
     if not pairs:
         return None
@@ -158,12 +156,7 @@ def _figure(outcomes: Sequence[Outcome], name: str, title: str, sentence: str) -
         handles = [
             Patch(facecolor=PALETTE[2], edgecolor="black", linewidth=0.5, label=said),
             Line2D([], [], **_DIAMOND, label="the paper (GPT-2 774M, A100)"),
-            Line2D(
-                [],
-                [],
-                **{name: value for name, value in _NULL.items() if name != "capsize"},
-                label="the same counts, on random tokens",
-            ),
+            Line2D([], [], **_NULL, label="the same counts, on random tokens"),
             Patch(facecolor=_FLOOR, label="noise floor of the clock"),
         ]
         drawing.set_layout_engine("constrained", rect=(0, 0, 1, 0.93))  # room for the legend
@@ -204,9 +197,8 @@ def drawn(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     measured = [name for mine, (stated, _) in zip(ends, MEASURES.values(), strict=True) for name in (*mine, stated)]
     columns = ["panel", "key", "technique", "status", *measured]
     columns += [f"null_delta_ppl_pct{end}" for end in ENDS]
-    return frame[[*columns, "noise_floor_pct", "executed_flops_saved_pct", "simulated", "record", "dense_record"]].reset_index(
-        drop=True
-    )
+    columns += ["noise_floor_pct", "executed_flops_saved_pct", "simulated", "record", "dense_record"]
+    return frame[columns].reset_index(drop=True)
 
 
 def _bars(axes: Axes, members: Sequence[Mapping[str, Any]], measure: str) -> None:
@@ -230,7 +222,7 @@ def _bars(axes: Axes, members: Sequence[Mapping[str, Any]], measure: str) -> Non
         if measure == "delta_ppl_pct":
             chance, low, high = numbers(row, "null_delta_ppl_pct")
             if chance is not None and low is not None and high is not None:
-                axes.errorbar(place - 0.38, chance, yerr=whiskers(chance, low, high), **_NULL)
+                axes.errorbar(place - 0.38, chance, yerr=whiskers(chance, low, high), capsize=2, **_NULL)
         if stated is not None:
             axes.plot(place + 0.36, stated, markersize=4.5, zorder=4, **_DIAMOND)
     axes.set_xlim(-0.6, len(members) - 0.4)

@@ -415,20 +415,16 @@ def table_generation(outcomes: Sequence[Outcome], name: str) -> Table:
             way = SAMPLED if one.row.panel == SAMPLED else GREEDY
             row |= written(one.record, way) | {"dense_record": one.dense.fingerprint}
         found.append(row)
-    frame = pd.DataFrame(found, columns=COLUMNS)
+    frame, against, alone = pd.DataFrame(found, columns=COLUMNS), "against the dense text", "the text by itself"
     columns = (
         Column("", "technique", comparison.technique_cell, align="left"),
         Column("", "saved %", "{flops_saved_pct:+.1f}\nprompt {prompt_flops_saved_pct:+.1f}"),
-        Column(
-            "against the dense text",
-            "same",
-            with_ends("same_tokens", between=" ") + "\n{identical:.0f} of {prompts:.0f} to the end",
-        ),
-        Column("against the dense text", "agree", with_ends("agreement", between=" "), expendable=1),
-        Column("against the dense text", "edit", with_ends("edit_distance", between=" "), expendable=2),
-        Column("the text by itself", "repeated", _more("repeated", 1)),
-        Column("the text by itself", "distinct", _more("distinct", 1), expendable=3),
-        Column("the text by itself", "nats", _more("nats", 2)),
+        Column(against, "same", with_ends("same_tokens", between=" ") + "\n{identical:.0f} of {prompts:.0f} to the end"),
+        Column(against, "agree", with_ends("agreement", between=" "), expendable=1),
+        Column(against, "edit", with_ends("edit_distance", between=" "), expendable=2),
+        Column(alone, "repeated", _more("repeated", 1)),
+        Column(alone, "distinct", _more("distinct", 1), expendable=3),
+        Column(alone, "nats", _more("nats", 2)),
     )
     panels = tuple(
         Panel(key, title, columns, provenance.notes([one for one in outcomes if one.row.panel == key]))

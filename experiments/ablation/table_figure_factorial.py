@@ -127,11 +127,8 @@ def _derived(sums: NDArray[np.float64]) -> Iterator[dict[str, Any]]:
 def _numbers(sums: NDArray[np.float64]) -> dict[tuple[str, str, str], NDArray[np.float64]]:
     """What the panels print, each (…), by panel, combination and column; sums (65, …) as `sums_of` has them."""
     responses = responses_of(sums)
-    found = {
-        (EFFECTS, chosen, f"effect_{name}"): contrast(response, chosen)
-        for chosen in SETS[1:]
-        for name, response in responses.items()
-    }
+    effects = itertools.product(SETS[1:], responses.items())
+    found = {(EFFECTS, chosen, f"effect_{name}"): contrast(response, chosen) for chosen, (name, response) in effects}
     for chosen, ledger in itertools.product((some for some in SETS if len(some) > 1), LEDGERS):
         found[SYNERGY, chosen, f"synergy_{ledger}"] = synergy(responses[ledger], chosen)
         found[SYNERGY, chosen, f"beyond_{ledger}"] = beyond_independence(responses[ledger], chosen)
@@ -198,17 +195,14 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
 
 def legend(*, table: bool) -> tuple[str, ...]:
     """What effects and δ are, and what the paper's own numbers give."""
+    said = "independent: the same, minus what the members would save if each took its share of what the others leave."
     return (
         "Effect of one mechanism: the mean change when it joins, over all settings of the other three. Effect of several: the "
         "change that they make together beyond their parts. Units: points of dense operations, and nats per token × 100, which "
         "is about percent of perplexity.",
         "δ: what the set saves together minus the sum of what each member saves alone (P.1), in points. Below 0 the savings "
         "overlap (sub-additive).",
-        *(
-            ("independent: the same, minus what the members would save if each took its share of what the others leave.",)
-            if table
-            else ()
-        ),
+        *([said] if table else []),
         f"The paper's own numbers (P.4) give δ = {reported_synergy():+.1f} points and {float(beyond_independence(_reported(), LETTERS)):+.1f} against "
         "independence: sub-additive, though the text there calls it super-additive (docs/conflicts.md #24).",
         "In the executed ledger δ is large where decisions are expensive: with fewer active tokens there is less to decide.",
@@ -230,10 +224,7 @@ _SYNERGY = (
     Column("", "", lambda row: (" + ".join(row["key"]),), align="left"),
     Column("paper", "δ", "{reported_synergy:+.1f}"),
     *(Column("δ, points", ledger, _interval(f"synergy_{ledger}")) for ledger in LEDGERS),
-    *(
-        Column("against independent, points", ledger, _interval(f"beyond_{ledger}"), expendable=1)
-        for ledger in ("nominal", "paper")
-    ),
+    *(Column("against independent, points", one, _interval(f"beyond_{one}"), expendable=1) for one in ("nominal", "paper")),
 )
 
 

@@ -148,12 +148,9 @@ def _answer(component: str, quantity: str) -> AnsweredBy:
             found = breakdown(record, "dense" if quantity == "dense_ms" else "run")
             if component == TOTAL:
                 return Estimate(*[found.headline_ms] * 3)
-            part = found.components.get(component)
-            return (
-                None
-                if part is None
-                else Estimate(part.median_ms, part.median_ms - part.iqr_ms / 2, part.median_ms + part.iqr_ms / 2)
-            )
+            if (part := found.components.get(component)) is None:
+                return None
+            return Estimate(part.median_ms, part.median_ms - part.iqr_ms / 2, part.median_ms + part.iqr_ms / 2)
         whole = costs.components(record)
         if component == TOTAL:
             assert whole.run_ratio is not None  # of a run with modules

@@ -100,19 +100,13 @@ def _answers() -> dict[str, AnsweredBy]:
         for entry in (f"table9.{key}", f"table13.{key}"):
             if entry in reported():
                 found |= {f"{entry}.precision_pct": _precision(key), f"{entry}.random_precision_pct": _random(key)}
-    deepest = f"layer{max(runs.PAPER_DEPTHS)}"
+    deepest, chosen = f"layer{max(runs.PAPER_DEPTHS)}", "D.3's 15th percentile fuses about 15% of the neighbours"
     return found | {
         "d5.phrases.precision_pct": _precision(deepest, "np_vp", "the smallest common constituent is an NP or a VP"),
         "s2.phrases.precision_pct": _precision(deepest),
         "s2.phrases.random_precision_pct": _random(deepest),
         "s2.deeper.precision_gained_points": AnsweredBy(runs.FUSION, "layer20", of=_deeper, note="paired by sentence"),
-        "k.fused.fused_share_pct": AnsweredBy(
-            runs.FUSION,
-            "layer15",
-            of_record=fused_share,
-            note=_D3,
-            by_definition="D.3's 15th percentile fuses about 15% of the neighbours",
-        ),
+        "k.fused.fused_share_pct": AnsweredBy(runs.FUSION, "layer15", of_record=fused_share, note=_D3, by_definition=chosen),
     }
 
 
@@ -164,14 +158,10 @@ def _rows(outcome: Outcome, definition: str) -> Iterator[dict[str, Any]]:
         **{"layer": one.layer, "reported_pct": claim["precision_pct"], "reported_random_pct": claim["random_precision_pct"]},
         **{"pairs": one.pairs, "eligible": one.eligible, "within_word_pct": _within(one)},
         "elsewhere_pct": 100 * (one.across_sentences + one.no_word) / one.pairs,
-        **{
-            **interval_columns("precision_pct", one.precision[definition], 100),
-            **interval_columns("random_pct", nulls["random"].chance, 100),
-        },
-        **{
-            **interval_columns("beyond_random", nulls["random"].beyond, 100),
-            **interval_columns("beyond_tags", nulls["same tags"].beyond, 100),
-        },
+        **interval_columns("precision_pct", one.precision[definition], 100),
+        **interval_columns("random_pct", nulls["random"].chance, 100),
+        **interval_columns("beyond_random", nulls["random"].beyond, 100),
+        **interval_columns("beyond_tags", nulls["same tags"].beyond, 100),
         **dict.fromkeys(("grouped_pct", "beyond_apart", "beyond_apart_low", "beyond_apart_high")),
     }
     grouped = next((group for group in result(record).grouped if group.layer == one.layer and group.precision), None)

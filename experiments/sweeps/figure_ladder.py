@@ -212,19 +212,13 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         axes[0, 1].set_title("Trained longer")
         handles = {one.get_label(): one for plot in axes[0][::-1] for one in plot.get_legend_handles_labels()[0]}
         letters(drawing, 9)
-        if handles:
-            legend_below(
-                drawing,
-                [handles[title] for title in TECHNIQUES.values() if title in handles],
-                ncols=3,
-                title="Which tokens of the prompt are dropped",
-                fontsize=9,
-                title_fontsize=9,
-            )
+        there = [handles[title] for title in TECHNIQUES.values() if title in handles]
+        if there:
+            heading = "Which tokens of the prompt are dropped"
+            legend_below(drawing, there, ncols=3, title=heading, fontsize=9, title_fontsize=9)
     caption = (*_said(outcomes, frame), *sweeps.notes(outcomes, name))
-    return Figure(
-        name, "What 40% of a prompt's work costs, by size of the model", frame, drawing, caption, finding=_finding(drawn)
-    )
+    title = "What 40% of a prompt's work costs, by size of the model"
+    return Figure(name, title, frame, drawing, caption, finding=_finding(drawn))
 
 
 def _finding(drawn: pd.DataFrame) -> str:

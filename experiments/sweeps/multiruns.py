@@ -124,9 +124,7 @@ def front(outcomes: Mapping[str, Outcome]) -> Estimate | None:
     if base is None or CHOSEN not in grid or len(grid) < 2:
         return None
     tokens, whole = (base.windows[name].to_numpy(float) for name in ("tokens", "prompt_paper_flops"))
-    found = {
-        key: np.stack([one["nll_nats"], one["prompt_paper_flops"]]).astype(float) for key, one in grid.items()
-    }  # (2, W) each
+    found = {key: one[["nll_nats", "prompt_paper_flops"]].to_numpy(float).T for key, one in grid.items()}  # (2, W) each
 
     def worth(nats_flops: Any, at: Any) -> Any:
         nats, flops = nats_flops[0][at], nats_flops[1][at]
@@ -137,13 +135,11 @@ def front(outcomes: Mapping[str, Outcome]) -> Estimate | None:
         first = rng.permutation(len(tokens)) % 2 == 0
         best_of = [max(found, key=lambda key, at=at: worth(found[key], at)) for at in (~first, first)]  # type: ignore[misc]
         bests.append(np.where(first, *(found[key] for key in best_of)))
-    places = np.arange(len(tokens))
-    return Estimate.of(
-        bootstrap(
-            lambda at: worth(found[CHOSEN], at.astype(int)) - np.mean([worth(one, at.astype(int)) for one in bests], axis=0),
-            places,
-        )
-    )
+
+    def apart(at: Any) -> Any:
+        return worth(found[CHOSEN], at.astype(int)) - np.mean([worth(one, at.astype(int)) for one in bests], axis=0)
+
+    return Estimate.of(bootstrap(apart, np.arange(len(tokens))))
 
 
 # E.5 and E.9 compare with 8 bits, each with a pair of its own: (0.3, 0.6) on scaled entropies, and (1.0, 2.3).
@@ -240,12 +236,8 @@ def draw(rows: pd.DataFrame) -> Any:
         write_cells(plot, values, {at: f"{value:.{decimals}f}" for at, value in np.ndenumerate(values) if not math.isnan(value)})
         if chosen is not None:
             corner = matrix.columns.get_loc(chosen[HIGH]) - 0.5, matrix.index.get_loc(chosen[LOW]) - 0.5
-            look: dict[str, Any] = {
-                "edgecolor": "black",
-                "linewidth": 1.6,
-                "path_effects": [withStroke(linewidth=3.6, foreground="white")],
-            }
-            plot.add_patch(Rectangle(corner, 1, 1, fill=False, **look))
+            halo = [withStroke(linewidth=3.6, foreground="white")]
+            plot.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor="black", linewidth=1.6, path_effects=halo))
         plot.set_xticks(range(len(matrix.columns)), matrix.columns)
         plot.set_yticks(range(len(matrix.index)), matrix.index)
         plot.set(xlabel="τ_high, on entropies scaled to 0…1", ylabel="τ_low, on entropies scaled to 0…1")

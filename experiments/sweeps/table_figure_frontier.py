@@ -108,14 +108,9 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
                 if points.empty:
                     continue
                 x, y = points["prompt_executed_flops_saved_pct"] + 0.04 * place * number, points["delta_ppl_pct"]
-                look = {
-                    "color": colours[place],
-                    "marker": shapes[place],
-                    "linestyle": dashes[place],
-                    "elinewidth": 0.7,
-                    "capsize": 1.5,
-                }
-                plot.errorbar(x, y, yerr=whiskers(y, points["delta_ppl_pct_low"], points["delta_ppl_pct_high"]), **look)
+                look = {"color": colours[place], "marker": shapes[place], "linestyle": dashes[place]}
+                spread = whiskers(y, points["delta_ppl_pct_low"], points["delta_ppl_pct_high"])
+                plot.errorbar(x, y, yerr=spread, elinewidth=0.7, capsize=1.5, **look)
                 if number or y.max() >= _NEAR:
                     ends.append((float(x.max()), float(y[x.idxmax()]), title, colours[place]))
             plot.axhline(0, color=GREY, linewidth=0.8, linestyle="-", marker="")

@@ -172,17 +172,15 @@ def figure05_17_trajectories(outcomes: Sequence[Outcome], name: str) -> Figure:
         left.set_title("States, a dot a layer (state units)")
         right.set(xlabel="layer (0: embedding)", ylabel="‖h‖₂ (state units)", title="Norm of the state")
         legend_below(drawing, right.get_legend_handles_labels()[0], ncols=4, handlelength=3.5)
-    title, caption = "Figures 5 and 17: trajectories of halting and fusion", _caption(outcomes, signals, shown)
-    return Figure(name, title, frame, drawing, caption, finding=_moved(signals, shown))
-
-
-def _moved(signals: pd.DataFrame, shown: Sequence[Shown]) -> str:
-    """How far a fusion moves the state of the carrier; nothing where none is drawn."""
+    jump = finding = ""
     for one in shown:
-        if one.role == "carries both":
+        if one.role == "carries both":  # a state just merged is the mean of two
             at = signals[(signals["slot"] == one.slot) & (signals["layer"] == one.until)].iloc[0]
-            return f"Fusion moves the carrier's state by {at['sdi_l2'] / at['dense_state_norm']:.0%} of its norm"
-    return ""
+            away, norm = at["sdi_l2"], at["dense_state_norm"]
+            jump = f" Right after the fusion the carrier's state is {away:.0f} away from its dense one, whose norm is {norm:.0f}."
+            finding = f"Fusion moves the carrier's state by {away / norm:.0%} of its norm"
+    title, caption = "Figures 5 and 17: trajectories of halting and fusion", _caption(outcomes, signals, jump)
+    return Figure(name, title, frame, drawing, caption, finding=finding)
 
 
 def chosen(signals: pd.DataFrame) -> list[Shown]:
@@ -232,17 +230,9 @@ def _events(shown: Sequence[Shown]) -> dict[int, str]:
     return {layer: f"{' and '.join(kinds)} point" for layer, kinds in events.items()}
 
 
-def _caption(outcomes: Sequence[Outcome], signals: pd.DataFrame, shown: Sequence[Shown]) -> tuple[str, ...]:
+def _caption(outcomes: Sequence[Outcome], signals: pd.DataFrame, jump: str) -> tuple[str, ...]:
     inner = signals[signals["layer"] > 0]
     first, others = (inner.loc[places, "dense_state_norm"].median() for places in (inner["slot"] == 0, inner["slot"] > 0))
-    jump = ""
-    for one in shown:
-        if one.role == "carries both":  # a state just merged is the mean of two
-            at = signals[(signals["slot"] == one.slot) & (signals["layer"] == one.until)].iloc[0]
-            jump = (
-                f" Right after the fusion the carrier's state is {at['sdi_l2']:.0f} away from its dense one, whose norm is "
-                f"{at['dense_state_norm']:.0f}."
-            )
     return sentences.caption(
         outcomes,
         TEXT,

@@ -279,7 +279,7 @@ def table_waterfall(outcomes: Sequence[Outcome], name: str) -> Table:
 def _cell(stage: str, row: Mapping[str, Any]) -> Lines:
     """A stage; times and joules with what they cannot be told from."""
     value = number(row, stage)
-    if stage in ("nominal_saved_pct", "executed_saved_pct"):
+    if stage not in (*TIMED, "policy_pct"):
         return (signed(value),)
     if row.get("method") == costs.SIMULATED:
         return (costs.SIMULATED,)

@@ -63,16 +63,14 @@ def outcomes(rows: list[Row], results: Path) -> list[Outcome]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """What each file makes of hand-made records, made when it is first asked for."""
+    """By kind and name: hand-made records, and what the file makes of them, made when it is first asked for."""
 
-    class Made(dict):
-        def __missing__(self, which):
-            artefact = RUNS[which]
-            there = outcomes(list(artefact.experiment.rows()), tmp_path_factory.mktemp(which[1]))
-            self[which] = (there, artefact.build(there, artefact.name))
-            return self[which]
+    def make(kind, name):
+        artefact = RUNS[kind, name]
+        there = outcomes(list(artefact.experiment.rows()), tmp_path_factory.mktemp(name))
+        return there, artefact.build(there, artefact.name)
 
-    return Made()
+    return cache(make)
 
 
 # --- the runs -------------------------------------------------------------------------------------------------------------------
@@ -141,7 +139,7 @@ def test_additive_responses_have_main_effects_and_interactions_are_what_two_do_t
 
 
 def test_a_factorial_with_a_hole_says_so_and_has_no_interactions(made, tmp_path):
-    there, _ = made["table", "factorial"]
+    there, _ = made("table", "factorial")
     holed = [Outcome(one.row, reason="failed") if one.row.key == "KF" else one for one in there]
     table = factorial.table(holed, "table_factorial")
     assert [panel.key for panel in table.panels] == ["factorial"]
@@ -152,7 +150,7 @@ def test_a_factorial_with_a_hole_says_so_and_has_no_interactions(made, tmp_path)
 
 
 def test_the_effects_of_the_factorial_are_those_of_its_cells(made):
-    frame = made["table", "factorial"][1].frame
+    frame = made("table", "factorial")[1].frame
     cells = frame[frame["panel"] == "factorial"].set_index("key")
     synergy = frame[frame["panel"] == factorial.SYNERGY].set_index("key")
     for ledger in factorial.LEDGERS:
@@ -169,7 +167,7 @@ def test_the_effects_of_the_factorial_are_those_of_its_cells(made):
 
 
 def test_utility_is_that_of_e_9(made):
-    frame = made["table", "quantization_grid"][1].frame
+    frame = made("table", "quantization_grid")[1].frame
     points = frame[frame["panel"] == multiruns.GRID.experiment].set_index("key")
     base = points.loc[multiruns.UNIFORM]
     assert math.isnan(base["utility"])
@@ -178,8 +176,8 @@ def test_utility_is_that_of_e_9(made):
     assert point["utility"] == pytest.approx(15 * saved - (point["ppl"] - base["ppl"]), rel=1e-6)
     best = points["utility"].idxmax()
     low, high = points.loc[best, [multiruns.LOW, multiruns.HIGH]]
-    assert f"λ = 15: ({low}, {high})" in made["table", "quantization_grid"][1].text()
-    there, _ = made["table", "quantization_grid"]
+    assert f"λ = 15: ({low}, {high})" in made("table", "quantization_grid")[1].text()
+    there, _ = made("table", "quantization_grid")
     grid = {one.row.key: one for one in there if one.row.panel == multiruns.GRID.experiment}
     found = multiruns.front(grid)
     assert found.low <= found.value <= found.high
@@ -195,7 +193,7 @@ def test_utility_is_that_of_e_9(made):
 
 def test_claims_are_answered_against_the_base(made):
     for name, claims in (("quantization_grid", ("e9.quantization", "e5.quantization")), ("calibrations", ("c3.kv_threshold",))):
-        there, table = made["table", name]
+        there, table = made("table", name)
         source = Source(RUNS["table", name], there, "make …")
         answers = dict(source.answers)
         for claim in claims:
@@ -208,7 +206,7 @@ def test_claims_are_answered_against_the_base(made):
 
 
 def test_stability_is_that_of_the_worst_combination(made):
-    there, table = made["table", "factorial"]
+    there, table = made("table", "factorial")
     by_key = {one.row.key: one for one in there}
     worst = factorial.worst(by_key)
     cells = table.frame[(table.frame["panel"] == "factorial") & ~table.frame["key"].isin(factorial.BESIDE)]
@@ -221,7 +219,7 @@ def test_stability_is_that_of_the_worst_combination(made):
 # --- what is printed and drawn --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", TABLES)
 def test_a_printed_table_fits_and_names_what_it_is_of(made, name):
-    there, table = made["table", name]
+    there, table = made("table", name)
     text = table.text()
     wide = [line for line in text.splitlines() if len(line) > 150]
     assert wide == []
@@ -235,7 +233,7 @@ def test_a_printed_table_fits_and_names_what_it_is_of(made, name):
 
 @pytest.mark.parametrize("name", first(FIGURES))
 def test_every_axis_of_a_figure_has_its_unit(made, name):
-    _, figure = made["figure", name]
+    _, figure = made("figure", name)
     assert isinstance(figure, Figure)
     for axes in figure.drawing.axes:
         if axes.get_visible() and axes.get_label() != "<colorbar>" and axes.lines:
@@ -337,7 +335,7 @@ def test_what_the_page_shows_is_what_there_is(made):
     _, source = blocks["python"]  # the first is run by tests/cli/test_sweeping.py
     names: dict = {}
     exec(compile(source, str(page), "exec"), names)
-    outcomes = [one for one in made["table", "calibrations"][0] if one.row.panel == "d3_fusion"]
+    outcomes = [one for one in made("table", "calibrations")[0] if one.row.panel == "d3_fusion"]
     assert [one.row for one in outcomes] == names["rows"]()
     assert "start  tau_fuse" in names["table"](outcomes, "table_depth_of_fusion").text()
     for name in TABLES:

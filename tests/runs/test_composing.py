@@ -94,54 +94,31 @@ def test_a_key_that_a_dataset_does_not_have_is_said_with_its_file(tmp_path):
         compose(["dataset=mine"], [tmp_path])
 
 
-@pytest.mark.parametrize(("init", "says"), [
-    ("self, a", "Plain needs a: give a default in the class, or a value in its yaml"),
-    ("self, a='x'", None),
+OWN = "from dataclasses import dataclass\nfrom quicksilver.runtime import TokenPolicy\n\n"
+ASKED = "    def decide(self, view, tokens):\n        pass\n"
+PLAIN = f"{OWN}class Mine(TokenPolicy):\n    def __init__({{}}):\n        self.a = a\n\n{ASKED}"
+SHARE = f"{OWN}@dataclass\nclass Mine(TokenPolicy):\n    share: float = 0.1\n\n    def __post_init__(self):\n        pass\n\n{ASKED}"
+
+
+@pytest.mark.parametrize(("source", "options", "says"), [
+    (PLAIN.format("self, a='x'"), {}, None),
+    (PLAIN.format("self, a"), {}, "Mine needs a: give a default in the class, or a value in its yaml"),
+    ("import quicksilver\n\nclass Mine:\n    pass\n", {}, r"own.py: Mine has no base. Write `class Mine\(RuntimeModule\)`"),
+    ("class Mine(dict):\n    pass\n", {}, "own.py imports nothing of quicksilver"),
+    ("", {"_target_": None, "share": 0.3}, "modules.own has no class: its yaml lacks the line `_target_"),
+    (PLAIN.format("self, a=0").replace("view, tokens", "view"), {}, r"Mine.decide\(self, view\) must take \(self, view, tokens\)"),
+    (SHARE, {"share": "lots"}, "share='lots' is not a number"),  # although its __post_init__ is one's own
 ])  # fmt: skip
-def test_a_class_without_fields_may_be_a_module(tmp_path, monkeypatch, init, says):
-    (tmp_path / "plain.py").write_text(
-        f"from quicksilver.runtime import TokenPolicy\n\nclass Plain(TokenPolicy):\n    def __init__({init}):\n        self.a = a\n\n"
-        "    def decide(self, view, tokens):\n        pass\n"
-    )
+def test_a_class_of_one_s_own_is_a_module_or_is_told_what_it_lacks(tmp_path, monkeypatch, source, options, says):
+    (tmp_path / "own.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    sys.modules.pop("plain", None)
-    entry = {"plain": {"_target_": "plain.Plain"}}
+    sys.modules.pop("own", None)
+    entry = {option: value for option, value in ({"_target_": "own.Mine"} | options).items() if value is not None}
     if says is None:
-        assert build_modules(entry)[0].a == "x"
+        assert build_modules({"own": entry})[0].a == "x"
         return
     with pytest.raises(ConfigError, match=says):
-        build_modules(entry)
-
-
-@pytest.mark.parametrize(("source", "says"), [
-    ("import quicksilver\n\nclass Bare:\n    pass\n", r"bare.py: Bare has no base. Write `class Bare\(RuntimeModule\)`"),
-    ("class Bare(dict):\n    pass\n", "bare.py imports nothing of quicksilver"),
-    (None, "modules.bare has no class: its yaml lacks the line `_target_"),
-])  # fmt: skip
-def test_a_module_that_is_none_is_told_what_it_lacks(tmp_path, monkeypatch, source, says):
-    (tmp_path / "bare.py").write_text(source or "")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=says):
-        build_modules({"bare": {"_target_": "bare.Bare"} if source else {"share": 0.3}})
-
-
-def test_a_method_that_a_run_could_not_call_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "narrow.py").write_text(
-        "from quicksilver.runtime import TokenPolicy\n\nclass Narrow(TokenPolicy):\n    def decide(self, view):\n        pass\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"Narrow.decide\(self, view\) must take \(self, view, tokens\)"):
-        build_modules({"narrow": {"_target_": "narrow.Narrow"}})
-
-
-def test_an_option_of_another_type_is_refused_where_post_init_is_one_s_own(tmp_path, monkeypatch):
-    (tmp_path / "careless.py").write_text(
-        "from dataclasses import dataclass\nfrom quicksilver.runtime import TokenPolicy\n\n@dataclass\nclass Careless(TokenPolicy):\n"
-        "    share: float = 0.1\n\n    def __post_init__(self):\n        pass\n\n    def decide(self, view, tokens):\n        pass\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="share='lots' is not a number"):
-        build_modules({"careless": {"_target_": "careless.Careless", "share": "lots"}})
+        build_modules({"own": entry})
 
 
 def test_folders_of_the_user_s_own_are_searched_and_read_again_when_they_change(tmp_path):

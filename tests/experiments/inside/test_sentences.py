@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pandas as pd
@@ -52,14 +53,8 @@ def build(kind, number, outcomes):
 
 @pytest.fixture(scope="module")
 def made(outcomes):
-    """Every artefact, drawn when it is first asked for."""
-
-    class Made(dict):
-        def __missing__(self, asked):
-            self[asked] = build(*asked, outcomes)
-            return self[asked]
-
-    return Made()
+    """Every artefact by kind and number, drawn when it is first asked for."""
+    return cache(lambda kind, number: build(kind, number, outcomes))
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +71,14 @@ def fused(signals):
 # --- every artefact ---------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("kind", "number"), first(ARTEFACTS))
 def test_every_artefact_is_made_and_made_the_same_again(made, outcomes, kind, number, tmp_path):
-    first, second = made[kind, number].write(tmp_path / "a"), build(kind, number, outcomes).write(tmp_path / "b")
+    first, second = made(kind, number).write(tmp_path / "a"), build(kind, number, outcomes).write(tmp_path / "b")
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
     assert all(path.stat().st_size > 200 for path in first)
 
 
 @pytest.mark.parametrize(("kind", "number"), ARTEFACTS)
 def test_each_says_on_what_it_was_measured_and_every_axis_what_it_shows(made, outcomes, kind, number):
-    text = " ".join(made[kind, number].text(None).split())  # not as it is wrapped
+    text = " ".join(made(kind, number).text(None).split())  # not as it is wrapped
     keys = [row.key for row in find(kind, number).experiment.rows()]
     said = ["Model: tiny", "Text: file", "execution: compact", "Records: ", "perplexity"]
     said += [part for key in keys for part in (outcomes[key].record.protocol.name, outcomes[key].record.fingerprint[:12])]
@@ -91,8 +86,8 @@ def test_each_says_on_what_it_was_measured_and_every_axis_what_it_shows(made, ou
     assert [part for part in said if part not in text] == []
     assert "Thresholds: ," not in text
     if number in ("2", "10", "11", "12"):
-        assert all(axes.get_xlabel() for axes in made[kind, number].drawing.axes)
-        assert any(axes.get_ylabel() for axes in made[kind, number].drawing.axes)
+        assert all(axes.get_xlabel() for axes in made(kind, number).drawing.axes)
+        assert any(axes.get_ylabel() for axes in made(kind, number).drawing.axes)
 
 
 def test_a_run_without_a_record_is_named(outcomes):
@@ -107,7 +102,7 @@ def test_tokens_can_be_read():
 
 # --- halting ----------------------------------------------------------------------------------------------------------------------
 def test_a_token_halts_where_its_score_falls_below_one_and_nowhere_else(made, outcomes):
-    frame = made["figure", "20"].frame
+    frame = made("figure", "20").frame
     low, high = sentences.window(outcomes["halting"].record)
     assert frame["halts"].any()
     assert (frame.loc[frame["halts"], "score"] < 1).all()
@@ -118,7 +113,7 @@ def test_a_token_halts_where_its_score_falls_below_one_and_nowhere_else(made, ou
 
 
 def test_the_animation_has_a_picture_a_layer_and_ends_as_the_figure(made):
-    animation = Image.open(io.BytesIO(made["figure", "20"].extras["gif"]))
+    animation = Image.open(io.BytesIO(made("figure", "20").extras["gif"]))
     assert animation.n_frames == LAYERS
     dark = []
     for frame in range(LAYERS):
@@ -129,7 +124,7 @@ def test_the_animation_has_a_picture_a_layer_and_ends_as_the_figure(made):
 
 
 def test_forced_and_full_words_are_drawn_as_such(made, outcomes):
-    frame = made["figure", "9"].frame
+    frame = made("figure", "9").frame
     low, _ = sentences.window(outcomes["overridden"].record)
     by_word = frame.groupby(frame["token"].str.strip())
     assert (by_word.get_group("a")["kind"] == "forced").all()
@@ -140,7 +135,7 @@ def test_forced_and_full_words_are_drawn_as_such(made, outcomes):
 
 
 def test_drift_index_and_attribution_are_those_of_the_record(made, signals):
-    frame, gradient = made["figure", "21"].frame, signals["halting"]["dense_gradient_x_state"]
+    frame, gradient = made("figure", "21").frame, signals["halting"]["dense_gradient_x_state"]
     pd.testing.assert_series_equal(frame["error_attribution_nats"], gradient.abs(), check_names=False)
     assert (frame.groupby("slot")["loss_change_nats"].nunique() <= 1).all()
 
@@ -157,10 +152,10 @@ def test_words_are_put_together_before_they_are_classed():
 def test_widths_follow_the_entropy_and_its_thresholds(made, outcomes):
     decided, low, high = bit_widths.decision(outcomes["quantization"].record)
     assert decided == sentences.layer_after(0.5, LAYERS)
-    frame = made["figure", "14"].frame
+    frame = made("figure", "14").frame
     # Widths change nothing in the layers before, so what decided is what the record says.
     assert (frame["width_bits"] == np.select([frame["entropy_nats"] < low, frame["entropy_nats"] > high], [2, 8], 4)).all()
-    widths = made["figure", "13"].frame
+    widths = made("figure", "13").frame
     assert set(widths.loc[widths["layer"] <= decided, "held"]) == {bit_widths.UNTOUCHED}
     sentence = frame[frame["text"] == sentences.SENTENCE].set_index("slot")["width_bits"]
     assert (widths[widths["layer"] == LAYERS].set_index("slot")["bits"] == sentence).all()
@@ -173,7 +168,7 @@ def test_widths_can_be_told_apart_in_grey():
 
 @pytest.mark.parametrize("number", ["13", "19"])
 def test_what_is_not_quantized_is_called_by_the_models_dtype(made, number):
-    figure = made["figure", number]
+    figure = made("figure", number)
     legends = [axes.get_legend() for axes in figure.drawing.axes]
     words = [text.get_text() for legend in legends if legend is not None for text in legend.get_texts()]
     assert "float32, untouched" in words
@@ -183,7 +178,7 @@ def test_what_is_not_quantized_is_called_by_the_models_dtype(made, number):
 # --- one sentence under all four --------------------------------------------------------------------------------------------------
 def test_the_walkthrough_agrees_with_the_record(made, signals):
     last = signals["all four"].query("layer == @LAYERS").set_index("slot")
-    frame = made["table", "5"].frame.set_index("slot")
+    frame = made("table", "5").frame.set_index("slot")
     fused = frame["fused_into"].notna()
     assert fused.any()
     assert (fused == (last["carrier"] != last.index)).all()
@@ -195,7 +190,7 @@ def test_the_walkthrough_agrees_with_the_record(made, signals):
 
 
 def test_trajectories_show_tokens_that_did_what_is_said_of_them(made, signals):
-    frame = made["figure", "17"].frame
+    frame = made("figure", "17").frame
     active, carrier = (sentences.layers(signals["all four"], name) for name in ("active", "carrier"))
     for role, slot in frame.dropna(subset="role").groupby("role")["slot"].first().items():
         if role in ("goes through all layers", "halts"):
@@ -206,7 +201,7 @@ def test_trajectories_show_tokens_that_did_what_is_said_of_them(made, signals):
 
 def test_figure_2_has_all_four_panels_and_their_data(made):
     assert find("figure", "2b").name == "figure02"
-    figure = made["figure", "2"]
+    figure = made("figure", "2")
     assert list(figure.frame["panel"].unique()) == ["overridden", "all four", "fusing", "quantization"]
     assert [axes.get_title(loc="left")[:3] for axes in figure.drawing.axes] == ["(a)", "(b)", "(c)", "(d)"]
     counted = figure.frame[figure.frame["panel"] == "overridden"].groupby("kind")["slot"].nunique()
@@ -235,7 +230,7 @@ def test_the_map_has_a_bar_for_each_run_of_equal_entries():
 
 
 def test_figure_10_shows_the_share_that_all_prompts_hold(made):
-    frame = made["figure", "10"].frame
+    frame = made("figure", "10").frame
     shares = frame[frame["entry"] == "all prompts"]
     assert list(shares["layer"]) == list(range(1, LAYERS + 1))
     assert shares["entries_pct"].between(0, 100).all()

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import fakes
 import pandas as pd
@@ -164,10 +165,8 @@ def test_when_everything_fails_there_is_no_table(harness, capsys):
 
 @pytest.mark.parametrize("what", first([["table", "11"], ["all"]]))
 def test_a_model_that_cannot_be_had_is_one_message(harness, what, monkeypatch, capsys):
-    def refuse(configs, context=None):
-        raise ConfigError("gpt2-large: the hub cannot be reached. Without a network: model=reference-gpt2.")
-
-    monkeypatch.setattr(harness_run, "plan", refuse)
+    refusal = ConfigError("gpt2-large: the hub cannot be reached. Without a network: model=reference-gpt2.")
+    monkeypatch.setattr(harness_run, "plan", Mock(side_effect=refusal))
     monkeypatch.setattr("quicksilver.runs.estimate.check_time", lambda configs, yes: None)
     assert console.main(["reproduce", *what, "model=gpt2-large", f"results_dir={harness.results}"]) == 2
     assert capsys.readouterr().err.count("cannot be reached") == 1

@@ -475,15 +475,16 @@ def test_a_model_larger_than_the_machine_is_refused_before_the_sweep_is_there(wo
 
 
 def test_an_option_of_a_module_counts_only_in_the_runs_that_have_the_module(results, capsys):
-    words = ["modules=[static_depth],[static_exit]", "measure=sweep", "dataset.windows=3", "name=own"]
+    words = ["modules=[static_depth,kv_skipping],[static_exit],[]", "measure=sweep", "dataset.windows=3", "name=own"]
     assert sweep(*words, "modules.static_depth.depth=0.2,0.5", "modules.static_exit.depth=0.5", f"results_dir={results}") == 0
     runs = Sweep.load(results, "own").manifest.runs
     assert [run.differing for run in runs] == [
-        ("modules=[static_depth]", "modules.static_depth.depth=0.2"),
-        ("modules=[static_depth]", "modules.static_depth.depth=0.5"),
+        ("modules=[static_depth,kv_skipping]", "modules.static_depth.depth=0.2"),
+        ("modules=[static_depth,kv_skipping]", "modules.static_depth.depth=0.5"),
         ("modules=[static_exit]",),
+        ("modules=[]",),
     ]
-    assert states(results, "own") == ["done"] * 3
+    assert states(results, "own") == ["done"] * 4
     capsys.readouterr()
     assert sweep(*words, "modules.halting.tau_drift=0.1", f"results_dir={results}") == 2
     assert "the module halting is not selected" in capsys.readouterr().err

@@ -138,14 +138,6 @@ def test_any_language_is_read_by_its_universal_tags(content: str, expected: list
     assert "".join(dict.fromkeys(forms)) == text.text.replace(" ", "")  # "della" is two words and stands once
 
 
-def test_a_language_whose_treebank_is_not_at_hand_is_said_to_be_missing():
-    with pytest.raises(ConfigError, match="dataset.files.test has no value: dataset=ud needs dataset.files.test=") as said:
-        read_text(compose(["dataset=ud"]).dataset)
-    assert "\n" not in str(said.value)
-    with pytest.raises(ConfigError, match="dataset=ud: there is no file /nowhere/xx.conllu"):
-        read_text(compose(["dataset=ud", "dataset.files.test=/nowhere/xx.conllu"]).dataset)
-
-
 # -- sub-words meet words by characters, however a tokenizer cuts ------------------------------------------------------------------
 def annotated(words: list[str], spaces: list[bool]):
     text = "".join(word + (" " if space else "") for word, space in zip(words, spaces, strict=True)).rstrip()

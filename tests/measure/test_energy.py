@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-from harness_world import make_world
 
 from quicksilver.measure import energy as meters
 from quicksilver.measure.energy import BELOW, CodeCarbonMeter, EmissionsResult, TokenEnergy, energy, meter_of
@@ -95,10 +94,10 @@ class Steady:
         return 2.0
 
 
-def test_emissions_of_a_run_stand_beside_those_of_the_dense_model_and_change_no_identity(tmp_path, monkeypatch):
+def test_emissions_of_a_run_stand_beside_those_of_the_dense_model_and_change_no_identity(words, monkeypatch):
     meter = Steady()
     monkeypatch.setattr(meters, "meter_of", lambda country: meter)
-    words = [*make_world(tmp_path), "protocol=continuation", f"results_dir={tmp_path / 'results'}", "modules=[static_depth]"]
+    words = [*words, "protocol=continuation", "modules=[static_depth]"]
     on = compose([*words, "measure.emissions.enabled=true"])
     assert on.identity() == compose(words).identity()
     (record,) = ensure([on])

@@ -9,7 +9,6 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from harness_world import make_world
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import Batch, Hashed, load
@@ -148,9 +147,9 @@ def test_cache_bytes_of_the_layers_add_up_and_the_papers_formula_is_evaluated_on
         assert saved[-1] > 0
 
 
-def test_the_dense_side_of_memory_is_the_same_whether_another_run_weighed_it_before(tmp_path) -> None:
+def test_the_dense_side_of_memory_is_the_same_whether_another_run_weighed_it_before(world, tmp_path) -> None:
     """In a process that made other runs, and in one of its own."""
-    words = [*make_world(tmp_path), "protocol=continuation", "measure.memory.enabled=true"]
+    words = [*world, "protocol=continuation", "measure.memory.enabled=true"]
     skipping = [*words, "modules=[halting_attention]"]
     sides = []
     for results, configs in (("alone", [skipping]), ("after", [[*words, "modules=[random_halting]"], skipping])):

@@ -6,7 +6,6 @@ from unittest.mock import Mock
 import pandas as pd
 import pytest
 import torch
-from harness_world import make_world
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import load
@@ -82,9 +81,8 @@ def test_known_distances():
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("generation")
-    return [*make_world(folder), f"results_dir={folder / 'results'}", "protocol=continuation", *SMALL]
+def world(world, tmp_path_factory):
+    return [*world, f"results_dir={tmp_path_factory.mktemp('generation')}", "protocol=continuation", *SMALL]
 
 
 HALTING = ["modules=[halting_attention]", "modules.halting.halted_share=0.6"]

@@ -8,7 +8,7 @@ import tiny
 import torch
 import torch.nn.functional as F
 from drawing import all_four
-from harness_world import LAYERS, PROMPT, WINDOW, make_world
+from harness_world import LAYERS, PROMPT, WINDOW
 
 from quicksilver.measure.inside import look_inside
 from quicksilver.measure.signals import token_texts
@@ -126,9 +126,8 @@ SENTENCES = ["abc defg", "hgf"]
 
 
 @pytest.fixture(scope="module")
-def record(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inside")
-    words = [*make_world(folder), f"results_dir={folder / 'results'}", "modules=[halting]", "protocol=continuation"]
+def record(world, tmp_path_factory):
+    words = [*world, f"results_dir={tmp_path_factory.mktemp('inside')}", "modules=[halting]", "protocol=continuation"]
     options = ("enabled=true", f"sentences=[{','.join(SENTENCES)}]", "windows=1", "attribution=true")
     words += [f"measure.signals.{option}" for option in options]
     words += [f"modules.halting.{option}" for option in ("tau_drift=p60", "tau_entropy=null", "resume_layers=0")]

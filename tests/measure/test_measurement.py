@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from harness_world import make_world
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,11 +77,11 @@ longest:
 
 
 @pytest.fixture
-def words(tmp_path: Path) -> list[str]:
+def words(world: list[str], tmp_path: Path) -> list[str]:
     group = tmp_path / "mine" / "measure"
     group.mkdir(parents=True)
     (group / "longest.yaml").write_text(YAML.format(target=f"{__name__}.LongestLayer"))
-    world = [word for word in make_world(tmp_path / "world") if not word.startswith("measure")]
+    world = [word for word in world if not word.startswith("measure")]
     search = f"hydra.searchpath=[file://{tmp_path / 'mine'}]"
     halting = ["modules=[halting]", "modules.halting.tau_drift=p60", "modules.halting.tau_entropy=null"]
     return [*world, *halting, search, "measure=longest", f"results_dir={tmp_path / 'results'}"]

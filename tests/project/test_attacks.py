@@ -14,10 +14,10 @@ import sysconfig
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from harness_world import make_world
 from safetensors.torch import load_file, save_file
 from thinning import first
 
@@ -36,12 +36,6 @@ TWO_RULES = ["modules=[halting,halting_paper_b2]"]
 DEPLOYED = ["measure.deployment.enabled=true", "measure.deployment.prompt_tokens=8", "measure.deployment.new_tokens=2"]
 TEXT = "abc def " * 40
 PROGRESS = re.compile(r"This needs \d+ run|\[\d+/\d+\] ")
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> list[str]:
-    """The words of a run that is well."""
-    return make_world(tmp_path_factory.mktemp("attacks"))
 
 
 @pytest.fixture
@@ -482,11 +476,8 @@ def read_only(monkeypatch, folder: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
 def test_a_table_on_a_full_or_read_only_disk_leaves_nothing_behind(number, tmp_path, monkeypatch):
-    def full(path: Path, target: Path) -> None:
-        raise OSError(number, os.strerror(number))
-
     write_files(tmp_path, {"before.md": b"kept"})
-    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(Path, "replace", Mock(side_effect=OSError(number, os.strerror(number))))
     with pytest.raises(QuickSilverError, match=f"{os.strerror(number)}.*results_dir=…") as caught:
         write_files(tmp_path, {"table.md": b"content"})
     assert "\n" not in str(caught.value)

@@ -8,6 +8,7 @@ import os
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import Mock
 
 import fakes
 import pandas as pd
@@ -84,13 +85,6 @@ def test_an_entry_that_was_not_measured_is_named(store):
             record.measured(name, result)
 
 
-def raising(error: BaseException):
-    def fail(*_):
-        raise error
-
-    return fail
-
-
 NO_SPACE = "Error while serializing: I/O error: No space left on device (os error 28)"
 FULL = [OSError(number, os.strerror(number)) for number in (errno.ENOSPC, errno.EDQUOT)] + [SafetensorError(NO_SPACE)]
 
@@ -99,7 +93,7 @@ FULL = [OSError(number, os.strerror(number)) for number in (errno.ENOSPC, errno.
 def test_a_run_that_fails_leaves_nothing_and_a_full_disk_is_one_message(store, failure):
     make_record(store, "another run")
     with pytest.raises((RuntimeError, QuickSilverError)) as caught, store.draft(PRINT) as draft:
-        draft.write("windows.parquet", raising(failure))
+        draft.write("windows.parquet", Mock(side_effect=failure))
     if failure in FULL:
         assert f"The disk that holds {store.root} is full." in str(caught.value)
         assert "Free some space" in str(caught.value)
@@ -127,7 +121,7 @@ def test_what_could_not_be_read_again_is_not_published(store):
 
 
 def test_a_crash_between_the_last_write_and_the_rename_leaves_no_record(store, monkeypatch):
-    monkeypatch.setattr(os, "rename", raising(KeyboardInterrupt()))
+    monkeypatch.setattr(os, "rename", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         make_record(store)
     monkeypatch.undo()

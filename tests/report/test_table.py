@@ -186,17 +186,9 @@ def test_no_words_of_a_record_become_markup(name):
 
 
 @pytest.mark.parametrize("damage", [
-    *(
-        {"schema_version": 2},
-        {"rows": [[1]]},
-        {"legend": "words"},
-        {"title": None},
-        {"panels": None},
-        {"panels": [{"key": 1}]},
-        [],
-    ),
-    *({"kind": "../victims"}, {"name": "../victim"}, {"records": ["../../../victim"]}, {"records": ["0123456789ABCDEF0123"]}),
-    *({"pictures": ["/etc/passwd"]}, {"pictures": ["../mine.png"]}),
+    {"schema_version": 2}, {"rows": [[1]]}, {"legend": "words"}, {"title": None}, {"panels": None}, {"panels": [{"key": 1}]}, [],
+    {"kind": "../victims"}, {"name": "../victim"}, {"records": ["../../../victim"]}, {"records": ["0123456789ABCDEF0123"]},
+    {"pictures": ["/etc/passwd"]}, {"pictures": ["../mine.png"]},
 ])  # fmt: skip
 def test_damage_is_one_message_with_the_file(tmp_path, damage):
     path = tmp_path / "t.json"

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from unittest.mock import Mock
 
 import fakes
 import pandas as pd
@@ -169,10 +170,7 @@ def test_tables_and_figures_are_one_run(results, sent):
 
 
 def test_a_refusal_is_said_and_harms_nothing(results, sent, capsys):
-    def refuse(**about):
-        raise RuntimeError("no login")
-
-    sent.init = refuse
+    sent.init = Mock(side_effect=RuntimeError("no login"))
     assert wandb.main([f"results_dir={results}", "tracker.mode=online"]) == 1
     said = capsys.readouterr().err
     assert "is finished, but W&B refused it: no login" in said

@@ -8,6 +8,7 @@ import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import thinning
@@ -275,10 +276,7 @@ def test_two_processes_share_the_blocks_of_a_run_and_make_one_record(whole, worl
             helped.append(len(written))
         return compute(self, path, block, how)
 
-    def nap(_):
-        raise InterruptedError
-
-    monkeypatch.setattr(kept, "time", SimpleNamespace(monotonic=time.monotonic, sleep=nap))
+    monkeypatch.setattr(kept, "time", SimpleNamespace(monotonic=time.monotonic, sleep=Mock(side_effect=InterruptedError)))
     monkeypatch.setattr(Blocks, "_compute", second)
     same(run(world, tmp_path, *MODULES["all"]), whole["all"])
     assert helped == [DENSE_BLOCKS + 1, DENSE_BLOCKS + 2]  # the third of the first pass; it has no trace yet for the null

@@ -97,7 +97,9 @@ def test_a_key_that_a_dataset_does_not_have_is_said_with_its_file(tmp_path):
 OWN = "from dataclasses import dataclass\nfrom quicksilver.runtime import TokenPolicy\n\n"
 ASKED = "    def decide(self, view, tokens):\n        pass\n"
 PLAIN = f"{OWN}class Mine(TokenPolicy):\n    def __init__({{}}):\n        self.a = a\n\n{ASKED}"
-SHARE = f"{OWN}@dataclass\nclass Mine(TokenPolicy):\n    share: float = 0.1\n\n    def __post_init__(self):\n        pass\n\n{ASKED}"
+SHARE = (
+    f"{OWN}@dataclass\nclass Mine(TokenPolicy):\n    share: float = 0.1\n\n    def __post_init__(self):\n        pass\n\n{ASKED}"
+)
 
 
 @pytest.mark.parametrize(("source", "options", "says"), [

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import try_slurm
@@ -155,10 +156,7 @@ def test_jobs_of_submitit_are_waited_for_until_everything_is_made_and_no_longer(
     launchers._until_over(ended.wait, lambda: next(looks), lambda: False, every_s=0.0)  # the job itself has not ended
     assert not ended.is_set()
     ended.set()
-
-    def died() -> None:
-        raise RuntimeError("UncompletedJobError")
-
+    died = Mock(side_effect=RuntimeError("UncompletedJobError"))
     with pytest.raises(RuntimeError, match="UncompletedJobError"):
         launchers._until_over(died, lambda: False, lambda: False)
     looks = iter([False, False, True, True])
@@ -167,22 +165,15 @@ def test_jobs_of_submitit_are_waited_for_until_everything_is_made_and_no_longer(
 
 
 def test_workers_of_joblib_start_again_where_one_died_and_not_for_ever(capsys):
-    ends = [RuntimeError("A worker process was unexpectedly terminated."), None]
-
-    def wait() -> None:
-        if (end := ends.pop(0)) is not None:
-            raise end
-
+    wait = Mock(side_effect=[RuntimeError("A worker process was unexpectedly terminated."), None])
     launchers._wait_again(wait, lambda: False)
-    assert not ends
+    assert wait.call_count == 2
     assert "start again" in capsys.readouterr().err
-    ends[:] = [RuntimeError("unexpectedly terminated")] * 4
-    with pytest.raises(RuntimeError, match="terminated"):
-        launchers._wait_again(wait, lambda: False)
-    assert len(ends) == 1
-    ends[:] = [ValueError("another")] * 2
-    with pytest.raises(ValueError, match="another"):
-        launchers._wait_again(wait, lambda: False)
+    for error, times in ((RuntimeError("unexpectedly terminated"), 3), (ValueError("another"), 1)):
+        wait = Mock(side_effect=error)
+        with pytest.raises(type(error), match=str(error)):
+            launchers._wait_again(wait, lambda: False)
+        assert wait.call_count == times
 
 
 def test_a_worker_that_was_killed_is_counted_once_and_leaves_nothing(tmp_path):

@@ -4,6 +4,7 @@ import math
 import sys
 from pathlib import Path
 from typing import get_args
+from unittest.mock import Mock
 
 import fakes
 import numpy as np
@@ -183,11 +184,7 @@ def test_a_finished_run_is_found_not_repeated_and_dense_runs_are_shared(words, m
     assert len(record_frame(configs[0].results_dir)) == 3
     assert [step.done for step in plan(configs).steps] == [True] * 3
     assert plan([configs[0]]).done
-
-    def refuse(*_):
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr("quicksilver.runs.context.load", refuse)
+    monkeypatch.setattr("quicksilver.runs.context.load", None)  # no model is loaded
     assert [r.fingerprint for r in ensure(list(reversed(configs)))] == [r.fingerprint for r in reversed(first)]
 
 
@@ -206,11 +203,7 @@ def test_progress_runs_from_nothing_to_all_and_never_back(words):
 def test_a_run_that_fails_harms_no_finished_one_and_is_repeated(words, monkeypatch):
     config = compose([*words, *THRESHOLD])
     with monkeypatch.context() as patch:
-
-        def fail(*_):
-            raise QuickSilverError("it failed")
-
-        patch.setattr(Halting, "choose", fail)
+        patch.setattr(Halting, "choose", Mock(side_effect=QuickSilverError("it failed")))
         with pytest.raises(QuickSilverError, match="it failed"):
             ensure([config])
     runs = Path(config.results_dir) / "runs"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import benchmark
 import benchmark_gpu
@@ -150,12 +151,8 @@ def test_a_broken_invariant_stops_everything(tmp_path, monkeypatch):
     assert {row["section"] for row in json.loads((tmp_path / "gpu.json").read_text())["findings"]} == {"invariants"}
 
 
-def refuses(*_: Any, **__: Any) -> None:
-    raise RuntimeError("not here")
-
-
 def test_what_cannot_be_compiled_or_captured_is_a_finding(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch, "compile", refuses)
+    monkeypatch.setattr(torch, "compile", Mock(side_effect=RuntimeError("not here")))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     rows = gpu(tmp_path / "gpu.json", "--batch 1 --warmup 0 --only faster")
     failed = {row["what"]: row["failed"] for row in rows if "failed" in row}
@@ -174,7 +171,7 @@ def test_the_dry_run_executes_every_step_and_names_what_needs_the_device(monkeyp
     assert "int8 by torch, half halted" in said
     assert "Only a CUDA device can do: dense, CUDA graph, half halted, CUDA graph, int8 by torchao." in said
     assert kept.exists() == before
-    monkeypatch.setattr(benchmark_gpu, "Int8Dynamic", refuses)  # a step that fails, fails the dry run
+    monkeypatch.setattr(benchmark_gpu, "Int8Dynamic", Mock(side_effect=RuntimeError("not here")))  # it fails the dry run
     with pytest.raises(benchmark_gpu.QuickSilverError, match="int8, int8 by torch: RuntimeError: not here"):
         benchmark_gpu.main(["--dry-run", "--shapes", "tiny", "--batch", "1", "--only", "int8"])
 

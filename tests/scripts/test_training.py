@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import model_card
 import numpy as np
@@ -241,12 +242,8 @@ def restore(folder: Path, recipe: training.Recipe, model: Any, optims: list[torc
 @pytest.mark.parametrize("moment", ["open", "replace"])
 def test_a_save_killed_at_any_moment_keeps_the_last_good_checkpoint(tmp_path, moment, monkeypatch):
     save(tmp_path / "tiny")
-
-    def dies(*_: Any, **__: Any) -> None:
-        raise Killed
-
     with monkeypatch.context() as patch:
-        patch.setattr(Path, moment, dies)
+        patch.setattr(Path, moment, Mock(side_effect=Killed))
         with pytest.raises(Killed):
             save(tmp_path / "tiny", 100)
     assert state(tmp_path)["step"] == 50

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pandas as pd
 import pytest
-from harness_world import LAYERS, make_world
+from harness_world import LAYERS
 from matplotlib.colors import to_rgb
 from matplotlib.patches import FancyArrowPatch
 from PIL import Image
@@ -30,19 +30,19 @@ NAMED = ("modules.halting.forced_ids=[a]", "modules.halting.full_ids=[d]")  # wo
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
+def outcomes(world, tmp_path_factory):
     """By row key, from one run each."""
-    folder = tmp_path_factory.mktemp("inside")
-    words = [word for word in make_world(folder) if not word.startswith("measure")]
+    results = tmp_path_factory.mktemp("inside")
+    words = [word for word in world if not word.startswith("measure")]
     texts = ",".join(f"'{sentence}'" for sentence in SENTENCES)
-    words += [f"results_dir={folder / 'results'}", f"measure.signals.sentences=[{texts}]"]
+    words += [f"results_dir={results}", f"measure.signals.sentences=[{texts}]"]
     words += ["measure.signals.windows=1", "measure.audit.probes=1"]
     rows = [
         replace(row, overrides=(*row.overrides[:-2], *NAMED)) if key == "overridden" else row
         for key, row in sentences.RUNS.items()
     ]
     records = ensure([compose([*words, *row.overrides]) for row in rows])
-    store = Store(folder / "results")
+    store = Store(results)
     return {row.key: Outcome(row, record, store.dense_of(record)) for row, record in zip(rows, records, strict=True)}
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
-from harness_world import LAYERS, PROMPT, WINDOW, make_world
+from harness_world import LAYERS, PROMPT, WINDOW
 
 from quicksilver.experiments.inside import trace_counts
 from quicksilver.runs.config import compose
@@ -20,9 +20,8 @@ MODULES = [
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("fates")
-    base = [*make_world(folder), f"results_dir={folder / 'results'}", "measure.null_control.enabled=false"]
+def records(world, tmp_path_factory):
+    base = [*world, f"results_dir={tmp_path_factory.mktemp('fates')}", "measure.null_control.enabled=false"]
     runs = (["protocol=continuation", *MODULES], ["protocol=all", "modules=[halting]"], [])
     return ensure([compose([*base, *more]) for more in runs])
 

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import fakes
 import pandas as pd
@@ -134,10 +135,7 @@ def test_a_row_names_where_its_number_comes_from(tmp_path):
     assert found["command"] == COMMAND
 
 
-def refuse(panel):
-    raise ConfigError("record.json has no entry 'energy'")
-
-
+NO_ENERGY = ConfigError("record.json has no entry 'energy'")
 FAST, SIMULATED = "table11.isolated.halting.speedup_pct", {"kernels": {"one": "float products"}}
 
 
@@ -147,7 +145,7 @@ FAST, SIMULATED = "table11.isolated.halting.speedup_pct", {"kernels": {"one": "f
     (FAST, {"saved": 0.3, "changes": SIMULATED}, None, "not measured", "simulated"),
     ("table11.isolated.halting.delta_ppl", {"saved": 0.3, "changes": {"lookahead": True}}, None, "not comparable", "looks ahead"),
     ("o.bound.bound_holds_share", {"saved": 0.2}, lambda panel: Estimate(1.0, 1.0, 1.0), "not comparable", "γ is any constant"),
-    ("f2.joint.speedup_pct", {"saved": 0.2}, refuse, "not measured", "record.json has no entry 'energy'"),
+    ("f2.joint.speedup_pct", {"saved": 0.2}, Mock(side_effect=NO_ENERGY), "not measured", "record.json has no entry 'energy'"),
 ])  # fmt: skip
 def test_what_is_not_judged_says_why(tmp_path, claim, options, of, verdict, why):
     answers = {} if of is None else {claim: AnsweredBy("all", "run", of=of)}
@@ -299,31 +297,25 @@ def test_claims_of_which_the_same_is_said_are_told_together(tmp_path):
     assert "≥ 0" not in shown
 
 
-@pytest.mark.parametrize(("share", "beyond", "verdict"), [
-    (90.0, (50.0, 45.0, 55.0), "partly"),  # 53.5 points above what any token of Table 2 halts at are claimed
-    (92.0, (55.0, 54.0, 56.0), "reproduced"),
-    (92.0, (0.5, -0.5, 1.5), "not reproduced"),
-    (60.0, (-20.0, -22.0, -18.0), "not reproduced"),
-    (92.0, (30.0, 2.0, 58.0), "undecided"),
+HALTED, PAIRS = "table2.determiners.halted_share_pct", "table9.layer12.random_precision_pct"
+
+
+@pytest.mark.parametrize(("claim", "share", "beyond", "verdict"), [
+    (HALTED, 90.0, (50.0, 45.0, 55.0), "partly"),  # 53.5 points above what any token of Table 2 halts at are claimed
+    (HALTED, 92.0, (55.0, 54.0, 56.0), "reproduced"),
+    (HALTED, 92.0, (0.5, -0.5, 1.5), "not reproduced"),
+    (HALTED, 60.0, (-20.0, -22.0, -18.0), "not reproduced"),
+    (HALTED, 92.0, (30.0, 2.0, 58.0), "undecided"),
+    (PAIRS, 48.2, (-0.4, -2.1, 1.3), "not reproduced"),
+    (PAIRS, 48.2, (-31.0, -33.0, -29.0), "reproduced"),
 ])  # fmt: skip
-def test_a_share_is_judged_by_its_difference_from_chance(tmp_path, share, beyond, verdict):
-    answer = AnsweredBy(
-        "all", "run", of=lambda panel: Estimate(share, share - 1, share + 1), beyond_chance=lambda record: Estimate(*beyond)
-    )
-    claim = "table2.determiners.halted_share_pct"
+def test_a_share_is_judged_by_its_difference_from_chance_or_from_fused_pairs(tmp_path, claim, share, beyond, verdict):
+    measured, difference = Estimate(share, share - 1, share + 1), Estimate(*beyond)
+    answer = AnsweredBy("all", "run", of=lambda panel: measured, beyond_chance=lambda record: difference)
     found = row([source(tmp_path, answers={claim: answer}, saved=0.2)], claim)
     assert found["verdict"] == verdict
     assert "points" in found["why"]
-    assert "from chance" in found["why"]
-
-
-@pytest.mark.parametrize(("beyond", "verdict"), [((-0.4, -2.1, 1.3), "not reproduced"), ((-31.0, -33.0, -29.0), "reproduced")])
-def test_what_random_pairs_give_is_judged_by_its_difference_from_fused_ones(tmp_path, beyond, verdict):
-    answer = AnsweredBy("all", "run", of=lambda panel: Estimate(48.2, 48.0, 48.4), beyond_chance=lambda record: Estimate(*beyond))
-    claim = "table9.layer12.random_precision_pct"
-    found = row([source(tmp_path, answers={claim: answer}, saved=0.2)], claim)
-    assert found["verdict"] == verdict
-    assert "from fused pairs" in found["why"]
+    assert ("from chance" if claim == HALTED else "from fused pairs") in found["why"]
 
 
 @pytest.mark.parametrize(("claim", "low", "high"), [

@@ -4,6 +4,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import imitation_hub
 import pytest
@@ -87,14 +88,24 @@ def words(world, tmp_path) -> list[str]:
 
 
 @pytest.fixture
-def refused(capsys) -> Callable[..., str]:
-    """Gives words to the command line, which must refuse them with exit code 2 and print nothing else; returns the one line it says."""
+def prints(capsys) -> Callable[..., Any]:
+    """Gives words to the command line, which must end with this exit code; returns what this command printed, `out` and `err`."""
     from quicksilver.cli import main as console
 
-    def ask(*words: str) -> str:
+    def ask(*words: str, code: int = 0) -> Any:
         capsys.readouterr()
-        assert console.main([*words]) == 2
-        out, err = capsys.readouterr()
+        assert console.main([*words]) == code
+        return capsys.readouterr()
+
+    return ask
+
+
+@pytest.fixture
+def refused(prints) -> Callable[..., str]:
+    """Gives words to the command line, which must refuse them with exit code 2 and print nothing else; returns the one line it says."""
+
+    def ask(*words: str) -> str:
+        out, err = prints(*words, code=2)
         assert (out, err.count("\n")) == ("", 1), err
         assert err.startswith("quicksilver: ")
         return err

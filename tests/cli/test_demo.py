@@ -19,9 +19,8 @@ def numbers(line: str) -> list[float]:
     ("save", "least", "said"),
     [("0.4", 34, "are predicted for the layers they miss."), ("0.3", 28, "the least attention are dropped.")],
 )
-def test_it_shows_both_ways_in_plain_text_where_there_is_no_terminal(save, least, said, capsys, tmp_path):
-    assert console.main(["demo", "new_tokens=2", f"save={save}", f"svg={tmp_path / 'demo.svg'}"]) == 0
-    out = capsys.readouterr().out
+def test_it_shows_both_ways_in_plain_text_where_there_is_no_terminal(save, least, said, prints, tmp_path):
+    out = prints("demo", "new_tokens=2", f"save={save}", f"svg={tmp_path / 'demo.svg'}").out
     assert said in " ".join(out.split())
     picture = (tmp_path / "demo.svg").read_text()
     assert picture.startswith("<svg")
@@ -46,11 +45,10 @@ def test_without_colours_spans_of_tokens_have_one_mark():
 
 
 @pytest.mark.parametrize("asked", first([None, "1"]))
-def test_a_terminal_gets_colours_unless_it_asks_for_none(asked, monkeypatch, capsys):
+def test_a_terminal_gets_colours_unless_it_asks_for_none(asked, monkeypatch, prints):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("NO_COLOR", asked) if asked else monkeypatch.delenv("NO_COLOR", raising=False)
-    assert console.main(["demo", "new_tokens=1", "save=0.2"]) == 0
-    assert ("\033[38;5;" in capsys.readouterr().out) == (asked is None)
+    assert ("\033[38;5;" in prints("demo", "new_tokens=1", "save=0.2").out) == (asked is None)
 
 
 def test_the_picture_in_the_readme_has_the_numbers_that_it_prints(capsys):

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from quicksilver.cli import main as console
 from quicksilver.cli.commands import doctor
 from quicksilver.runtime import errors
 
@@ -23,9 +22,8 @@ def topics(printed: str) -> dict[str, list[str]]:
     return found
 
 
-def test_it_prints_processor_kernels_versions_disk_data_and_packages(capsys, tmp_path):
-    assert console.main(["doctor", f"results_dir={tmp_path}"]) == 0
-    printed = topics(capsys.readouterr().out)
+def test_it_prints_processor_kernels_versions_disk_data_and_packages(prints, tmp_path):
+    printed = topics(prints("doctor", f"results_dir={tmp_path}").out)
     assert list(printed) == ["versions", "machine", "kernels", "disk", "data", "packages"]
     assert any(line.startswith(f"torch {torch.__version__}") for line in printed["versions"])
     assert platform.machine() in printed["machine"][0]
@@ -34,18 +32,17 @@ def test_it_prints_processor_kernels_versions_disk_data_and_packages(capsys, tmp
     assert printed["disk"][0].startswith(f"results: {tmp_path}")
 
 
-def test_texts_that_a_folder_has_are_at_hand(capsys, tmp_path, monkeypatch):
+def test_texts_that_a_folder_has_are_at_hand(prints, tmp_path, monkeypatch):
     monkeypatch.delenv("QUICKSILVER_DATA", raising=False)
-    console.main(["doctor"])
-    assert "books" in next(line for line in topics(capsys.readouterr().out)["data"] if line.startswith("needs a file"))
+    assert "books" in next(line for line in topics(prints("doctor").out)["data"] if line.startswith("needs a file"))
     (tmp_path / "books").mkdir()
     for part in ("test", "valid"):
         (tmp_path / "books" / f"books_{part}.txt").write_text("text")
-    console.main(["doctor", f"data.root={tmp_path}"])
-    assert "books" in next(line for line in topics(capsys.readouterr().out)["data"] if line.startswith("at hand"))
+    data = topics(prints("doctor", f"data.root={tmp_path}").out)["data"]
+    assert "books" in next(line for line in data if line.startswith("at hand"))
 
 
-def test_a_missing_package_comes_with_its_cost(capsys, monkeypatch):
+def test_a_missing_package_comes_with_its_cost(prints, monkeypatch):
     there = importlib.metadata.version
 
     def version(name: str) -> str:
@@ -54,8 +51,7 @@ def test_a_missing_package_comes_with_its_cost(capsys, monkeypatch):
         return there(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    console.main(["doctor"])
-    line = next(line for line in topics(capsys.readouterr().out)["packages"] if "wandb" in line)
+    line = next(line for line in topics(prints("doctor").out)["packages"] if "wandb" in line)
     assert "no tracker=wandb" in line
     assert "[tracking]" in line
 
@@ -78,6 +74,5 @@ def test_the_versions_it_names_are_those_of_the_lock():
     assert {f"{name}=={version}" for name, version in doctor.RUN_WITH.items()} <= {line.split(" ")[0] for line in locked}
 
 
-def test_a_data_root_that_is_no_folder_is_said(capsys, tmp_path):
-    console.main(["doctor", f"data.root={tmp_path / 'none'}"])
-    assert "is no folder: give another one" in capsys.readouterr().out
+def test_a_data_root_that_is_no_folder_is_said(prints, tmp_path):
+    assert "is no folder: give another one" in prints("doctor", f"data.root={tmp_path / 'none'}").out

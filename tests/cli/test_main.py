@@ -33,7 +33,7 @@ def test_a_fault_in_a_person_s_own_file_is_its_line(tmp_path, monkeypatch, capsy
 
 
 @pytest.mark.parametrize("name", console.COMMANDS)
-def test_every_command_is_named_with_what_it_does_and_its_help_names_every_key(name, capsys):
+def test_every_command_is_named_with_what_it_does_and_its_help_names_every_key(name, capsys, prints):
     below, _, word = name.rpartition(" ")
     assert console.main([below, "--help"] if below else ["--help"]) == 0
     assert f"  {name} " in capsys.readouterr().out
@@ -42,8 +42,7 @@ def test_every_command_is_named_with_what_it_does_and_its_help_names_every_key(n
     assert command.main is not Command.main
     assert word.replace("_", "") == command.__name__.lower()
     if name != "run":  # Hydra's own, which lists the choices
-        assert console.main([*name.split(), "--help"]) == 0
-        shown = capsys.readouterr().out
+        shown = prints(*name.split(), "--help").out
         assert shown.startswith(summary)
         assert f"quicksilver {name}" in shown
         assert [key for key in command.own_keys() if f"  {key}=" not in shown] == []
@@ -59,15 +58,13 @@ def test_help_and_refusals_load_nothing_heavy():
     assert [line for line in printed if line.startswith("loaded")] == ["loaded"] * len(LIGHT)
 
 
-def test_the_list_has_every_choice_once_and_peers_apart(capsys):
-    assert console.main(["list"]) == 0
-    named = [line.split(":")[0].split() for line in capsys.readouterr().out.splitlines()]
+def test_the_list_has_every_choice_once_and_peers_apart(prints):
+    named = [line.split(":")[0].split() for line in prints("list").out.splitlines()]
     for kind, group in GROUPS.items():
         there = [name for one, name in named if one == kind or (group == "modules" and one in ("module", "peer"))]
         assert sorted(there) == choices(group)
     assert {("peer", "prompt_lookup"), ("module", "halting"), ("table", "11")} <= set(map(tuple, named))
-    assert console.main(["budget"]) == 0
-    *dials, last = capsys.readouterr().out.splitlines()
+    *dials, last = prints("budget").out.splitlines()
     assert any("halting_attention" in line for line in dials)
     assert last == "Say what to hold: quicksilver budget save=0.3, or cost=1 (make budget ARGS='save=0.3')."
 
@@ -116,17 +113,15 @@ def test_a_signal_is_one_line_an_exit_code_and_no_draft(tmp_path: Path, sent: st
     assert signal.getsignal(signal.SIGTERM) is before  # the owner's again
 
 
-def test_the_processes_of_torchrun_do_not_make_the_same_runs_twice(monkeypatch, capsys):
+def test_the_processes_of_torchrun_do_not_make_the_same_runs_twice(monkeypatch, prints):
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     for words in (["run", "results_dir=/not/there"], ["run", "-m", "seed=0,1"], ["reproduce", "table", "11"]):
-        assert console.main(words) == 2
-        said = capsys.readouterr().err
+        said = prints(*words, code=2).err
         assert "torchrun started 2 processes" in said
         assert said.count("\n") == 1
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert console.main(["run", "model.path=/not/there", "model=folder", "model.name=mine"]) == 2
-    assert "torchrun" not in capsys.readouterr().err
+    assert "torchrun" not in prints("run", "model.path=/not/there", "model=folder", "model.name=mine", code=2).err
 
 
 # --- completion: a shell asks for the words that may end a line, and every word it gets is one that the command takes -----------------
@@ -149,11 +144,10 @@ def test_what_may_end_a_line(line, found):
     assert set(candidates(line)) == found
 
 
-def test_every_command_completes_its_own_keys(capsys):
+def test_every_command_completes_its_own_keys(prints):
     assert set(candidates("quicksilver ")) == set(console.commands())
     assert {"save=", "dial=", "model=", "dataset="} <= set(candidates("quicksilver budget save=0.3 "))
-    assert console.main(["dev", "completion", "zsh"]) == 0
-    assert "compdef" in capsys.readouterr().out
+    assert "compdef" in prints("dev", "completion", "zsh").out
 
 
 def test_bash_replaces_what_follows_the_last_equals_sign(tmp_path):

@@ -11,10 +11,9 @@ from quicksilver.cli.commands.new import FILES
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_what_it_writes_passes_its_own_tests_and_is_not_written_over(tmp_path, capsys, monkeypatch):
+def test_what_it_writes_passes_its_own_tests_and_is_not_written_over(tmp_path, capsys, prints, monkeypatch):
     for kind in FILES:
-        assert console.main(["new", kind, f"my_{kind}", f"folder={tmp_path}"]) == 0
-        assert f"test_{'table_' * (kind == 'table')}my_{kind}.py" in capsys.readouterr().out
+        assert f"test_{'table_' * (kind == 'table')}my_{kind}.py" in prints("new", kind, f"my_{kind}", f"folder={tmp_path}").out
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error", "."]
     done = subprocess.run(
         words, cwd=tmp_path, env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}, capture_output=True, text=True
@@ -31,5 +30,4 @@ def test_what_it_writes_passes_its_own_tests_and_is_not_written_over(tmp_path, c
     assert {path: path.read_bytes() for path in before} == before
     assert "is there already" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
-    assert console.main(["new", "module", "here"]) == 0
-    assert "  cd " not in capsys.readouterr().out  # it is the present folder
+    assert "  cd " not in prints("new", "module", "here").out  # it is the present folder

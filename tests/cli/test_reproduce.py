@@ -179,15 +179,14 @@ NAMES = [
 
 
 @pytest.mark.parametrize(("overrides", "name"), NAMES)
-def test_only_the_default_is_written_under_the_plain_name(harness, overrides, name, capsys, monkeypatch):
+def test_only_the_default_is_written_under_the_plain_name(harness, overrides, name, monkeypatch):
     monkeypatch.delenv("QUICKSILVER_DATA", raising=False)  # nothing says how long WikiText-103 is
     assert table11(harness, *overrides) == 0
     (written,) = {path.stem for path in (harness.results / "tables").iterdir()}
     assert written.startswith(name) if name.endswith("-") else written == name
-    capsys.readouterr()
 
 
-def test_a_table_of_which_records_are_missing_never_overwrites_the_repositorys(harness, monkeypatch, capsys):
+def test_a_table_of_which_records_are_missing_never_overwrites_the_repositorys(harness, monkeypatch):
     assert table11(harness) == 0
     written = harness.results / "tables" / "table11.md"
     before = written.read_bytes()
@@ -197,14 +196,12 @@ def test_a_table_of_which_records_are_missing_never_overwrites_the_repositorys(h
     assert table11(harness) == 1
     assert written.read_bytes() == before
     assert written.with_name("table11-mine.md").exists()
-    capsys.readouterr()
 
 
 # --- against the committed table -------------------------------------------------------------------------------------------
 @pytest.fixture
-def made(harness, capsys):
+def made(harness):
     table11(harness)
-    capsys.readouterr()
     return pd.read_csv(harness.results / "tables" / "table11.csv")
 
 
@@ -336,9 +333,8 @@ def files(harness: Harness) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for kind in ("tables", "figures") for p in (harness.results / kind).glob("*")}
 
 
-def test_one_artefact_that_fails_does_not_stop_the_others(harness, experiments, capsys):
-    assert console.main(["reproduce", "all", f"results_dir={harness.results}"]) == 1
-    said = capsys.readouterr()
+def test_one_artefact_that_fails_does_not_stop_the_others(harness, experiments, capsys, prints):
+    said = prints("reproduce", "all", f"results_dir={harness.results}", code=1)
     assert set(files(harness)) == {f"table01.{s}" for s in ("md", "csv", "tex", "json")} | {
         f"figure04.{s}" for s in ("png", "csv", "json")
     }
@@ -353,8 +349,7 @@ def test_one_artefact_that_fails_does_not_stop_the_others(harness, experiments, 
     before = files(harness)
     harness.made.clear()
     shutil.rmtree(Store(harness.results).path(fakes.fingerprint("adaptive_quantization all")))
-    assert console.main(["reproduce", "all", f"results_dir={harness.results}"]) == 1
-    said = capsys.readouterr()
+    said = prints("reproduce", "all", f"results_dir={harness.results}", code=1)
     assert harness.made == ["kv_skipping all"]  # the rest has its records
     assert "ZeroDivisionError" in said.err
     assert "table 9: a fault in this file" in said.err
@@ -368,7 +363,7 @@ def test_one_artefact_that_fails_does_not_stop_the_others(harness, experiments, 
     assert "2 of 2" in capsys.readouterr().out
 
 
-def test_what_is_there_is_found_without_composing_or_planning(harness, experiments, monkeypatch, capsys):
+def test_what_is_there_is_found_without_composing_or_planning(harness, experiments, monkeypatch):
     (experiments / "table09_broken.py").unlink()
     words = ["all", f"results_dir={harness.results}"]
     assert console.main(["reproduce", *words]) == 0
@@ -391,7 +386,6 @@ def test_what_is_there_is_found_without_composing_or_planning(harness, experimen
     harness.made.clear()
     assert console.main(["reproduce", *words]) == 0
     assert harness.made == ["dense all"]  # a record without its dense one is no answer
-    capsys.readouterr()
 
 
 def test_a_changed_file_makes_everything_forgotten_and_a_plan_runs_nothing(harness, experiments, monkeypatch, capsys):
@@ -412,9 +406,8 @@ def test_a_changed_file_makes_everything_forgotten_and_a_plan_runs_nothing(harne
         console.main(words)
 
 
-def test_a_figure_is_made_like_a_table(harness, experiments, capsys):
-    assert console.main(["reproduce", "figure", "4", f"results_dir={harness.results}"]) == 0
-    said = capsys.readouterr().out
+def test_a_figure_is_made_like_a_table(harness, experiments, capsys, prints):
+    said = prints("reproduce", "figure", "4", f"results_dir={harness.results}").out
     assert "Drawn: 2 rows of key, ppl." in said
     assert str(harness.results / "figures" / "figure04.png") in said
     assert ".svg" not in said
@@ -422,16 +415,14 @@ def test_a_figure_is_made_like_a_table(harness, experiments, capsys):
     assert str(harness.results / "figures" / "figure04.svg") in capsys.readouterr().out
 
 
-def test_a_damaged_record_costs_its_row_and_no_other(harness, capsys):
+def test_a_damaged_record_costs_its_row_and_no_other(harness, prints):
     assert table11(harness) == 0
     before = frame(harness)
     windows = Store(harness.results).path(fakes.fingerprint("halting all")) / "windows.parquet"
     windows.write_bytes(b"\0" * windows.stat().st_size)  # as long as before, which a look at its size does not see
     record = Store(harness.results).path(fakes.fingerprint("adaptive_quantization all")) / "record.json"
     record.write_text(json.dumps(json.loads(record.read_text(encoding="utf-8")) | {"paper_flops": "many"}), encoding="utf-8")
-    capsys.readouterr()
-    assert table11(harness) == 1
-    said = capsys.readouterr()
+    said = prints("reproduce", "table", "11", f"results_dir={harness.results}", code=1)
     after = frame(harness)
     lost = {("all", "isolated.halting"), ("all", "isolated.quantization"), ("all", "cumulative.halting")}
     assert lost <= set(after.index[after["status"].isin([UNUSABLE, FAILED])])
@@ -480,7 +471,7 @@ def test_numbers_of_the_readmes_limits_are_cells_of_committed_tables(said, cells
     assert said.format(*found).replace("-", "−") in (ROOT / "README.md").read_text(encoding="utf-8").replace("-", "−")
 
 
-def test_a_ledger_that_lacks_rows_does_not_replace_the_written_one(harness, monkeypatch, capsys):
+def test_a_ledger_that_lacks_rows_does_not_replace_the_written_one(harness, monkeypatch, prints):
     found = {
         find("table", "11"): (
             [answers.Job("row", (), reason=REFUSED, error=ConfigError("dataset=gum: the text is not at hand"))],
@@ -488,8 +479,7 @@ def test_a_ledger_that_lacks_rows_does_not_replace_the_written_one(harness, monk
         )
     }
     monkeypatch.setattr("quicksilver.cli.commands.reproduce.recorded_of_all", lambda *of, **_: (found, {}))
-    assert console.main(["claims", f"results_dir={harness.results}"]) == 0
-    said = capsys.readouterr().err
+    said = prints("claims", f"results_dir={harness.results}").err
     assert "1 rows have no record here" in said
     assert "dataset=gum." in said
     assert sorted(p.name for p in harness.results.glob("claims*")) == [f"claims-mine.{kind}" for kind in ("csv", "json", "md")]

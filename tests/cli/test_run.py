@@ -27,9 +27,8 @@ def run(*words: str) -> int:
     return console.main(["run", *words])
 
 
-def test_one_run_prints_what_its_record_says(words, capsys):
-    assert run(*words, *CAPACITY, "measure=default", "measure.latency.repeats=3", "measure.emissions.enabled=false") == 0
-    out, err = capsys.readouterr()
+def test_one_run_prints_what_its_record_says(words, capsys, prints):
+    out, err = prints("run", *words, *CAPACITY, "measure=default", "measure.latency.repeats=3", "measure.emissions.enabled=false")
     folder = Path(out.splitlines()[-1].split()[-1])
     record = load_record(folder)
     assert "tiny | file | halting | continuation" in out
@@ -50,36 +49,28 @@ def test_one_run_prints_what_its_record_says(words, capsys):
     shown = capsys.readouterr().out
     assert shown.count(record.label) == 2
     assert shown.count("trace.safetensors (") == 2
-    assert console.main(["show", str(folder)]) == 0  # of any results folder
-    assert record.label in (shown := capsys.readouterr().out)
+    assert record.label in (shown := prints("show", str(folder)).out)  # of any results folder
     assert f"on {record.environment.cpu}, {record.environment.threads} thread" in shown
     assert "of all tokens" in shown
     assert console.main(["report", here]) == 0  # no table is written there: the site has the runs
     assert (folder.parents[1] / "report" / "runs" / f"{record.fingerprint}.html").is_file()
-    capsys.readouterr()
-    assert console.main(["show", here]) == 0
-    assert f"runs/{record.fingerprint}.html" in capsys.readouterr().out
+    assert f"runs/{record.fingerprint}.html" in prints("show", here).out
     assert "memory       peak" in shown
     assert run(*words, *CAPACITY[:2], "modules.halting.halted_share=0.3", "protocol=continuation", "measure=quick") == 0
-    capsys.readouterr()
     others = [load_record(path) for path in folder.parent.glob("[!.]*")]
     other = next(one.fingerprint for one in others if one.modules and one.path != folder)
-    assert console.main(["show", folder.name, other, here]) == 0
-    shown = capsys.readouterr().out
+    shown = prints("show", folder.name, other, here).out
     assert re.search(rf"^  quality .* perplexity {judged}\n {{15}}\S+ KL {judged}", shown, re.M)
     assert f"against {record.label}" in shown
-    assert console.main(["show", folder.name, folder.name, here]) == 0
-    assert " 0.00% perplexity [0.00, 0.00]: no difference" in capsys.readouterr().out
-    assert console.main(["show", "zz", here]) == 2
-    assert "zz: no record below" in capsys.readouterr().err
+    assert " 0.00% perplexity [0.00, 0.00]: no difference" in prints("show", folder.name, folder.name, here).out
+    assert "zz: no record below" in prints("show", "zz", here, code=2).err
 
 
-def test_show_prints_what_each_process_timed_again_with_its_file_and_every_option(capsys):
+def test_show_prints_what_each_process_timed_again_with_its_file_and_every_option(prints):
     results = Path(__file__).parents[2] / "results"
     rows = pd.read_csv(results / "claims.csv", keep_default_na=False).to_dict("records")
     row = next(one for one in rows if one["kind"] == "tuned" and "processes" in one["timed"])
-    assert console.main(["show", row["record"], f"results_dir={results}"]) == 0
-    shown = capsys.readouterr().out
+    shown = prints("show", row["record"], f"results_dir={results}").out
     files = re.findall(r"^ {15}on .*: (\S+\.json)$", shown, re.M)
     assert f"in {len(files)} processes on " in row["timed"]
     assert all(row["record"] in Path(one).read_text() for one in files)
@@ -87,11 +78,12 @@ def test_show_prints_what_each_process_timed_again_with_its_file_and_every_optio
     assert re.search(r"^  options .*decision_layers=\[\d", shown, re.M)
 
 
-def test_two_runs_without_a_prompt_are_compared_by_all_tokens(words, capsys):
-    assert run(*words, "modules=[static_exit]", "protocol=all", "measure=sweep") == 0
-    folder = Path(capsys.readouterr().out.splitlines()[-1].split()[-1])
-    assert console.main(["show", folder.name, folder.name, f"results_dir={folder.parents[1]}"]) == 0
-    assert re.search(r"^  FLOPs saved  (\S+) against \1 of all tokens", capsys.readouterr().out, re.M)
+def test_two_runs_without_a_prompt_are_compared_by_all_tokens(words, prints):
+    folder = Path(
+        prints("run", *words, "modules=[static_exit]", "protocol=all", "measure=sweep").out.splitlines()[-1].split()[-1]
+    )
+    shown = prints("show", folder.name, folder.name, f"results_dir={folder.parents[1]}").out
+    assert re.search(r"^  FLOPs saved  (\S+) against \1 of all tokens", shown, re.M)
 
 
 def test_a_method_that_leaves_out_layers_for_scored_tokens_is_said_to(words, capsys):
@@ -99,19 +91,17 @@ def test_a_method_that_leaves_out_layers_for_scored_tokens_is_said_to(words, cap
     assert "acts on      prompt and scored tokens" in capsys.readouterr().out
 
 
-def test_a_plan_names_the_run_that_cannot_be_made_and_plans_the_others(words, capsys):
+def test_a_plan_names_the_run_that_cannot_be_made_and_plans_the_others(words, prints):
     swept = [*words, *CAPACITY[:2], "modules.halting.halted_share=0.5,x", "plan=true"]
-    assert run("-m", *swept) == 2
-    out, err = capsys.readouterr()
+    out, err = prints("run", "-m", *swept, code=2)
     assert "[2/2] halted_share=x: modules.halting: halted_share='x' is not a number" in err
     assert "halted_share=0.5 | " in out
     assert "halted_share=x" not in out
 
 
-def test_a_failing_job_of_a_sweep_leaves_the_others_and_the_exit_code_tells(words, capsys):
+def test_a_failing_job_of_a_sweep_leaves_the_others_and_the_exit_code_tells(words, prints):
     sweep = ["-m", *words, "modules=[halting]", "modules.halting.tau_entropy=null", "modules.halting.resume_layers=0"]
-    assert run(*sweep, "modules.halting.tau_drift=p40,abc,p60") == 1
-    out, err = capsys.readouterr()
+    out, err = prints("run", *sweep, "modules.halting.tau_drift=p40,abc,p60", code=1)
     assert out.count("perplexity ") >= 2
     assert out.count("record  ") == 2
     assert "tau_drift='abc' is not a number" in err
@@ -129,7 +119,7 @@ def test_the_jobs_of_an_experiment_are_found_again_one_by_one(words, capsys):
     assert not plan([compose([*sweep_jobs("minimum_depth")[0], *words])]).done
 
 
-def test_a_mechanism_of_one_s_own_is_one_file_and_one_yaml(words, tmp_path, monkeypatch, refused, capsys):
+def test_a_mechanism_of_one_s_own_is_one_file_and_one_yaml(words, tmp_path, monkeypatch, refused, prints):
     (tmp_path / "conf" / "modules").mkdir(parents=True)
     (tmp_path / "conf" / "modules" / "first_words.yaml").write_text(
         "# @package modules.first_words\n_target_: my_mechanism.FirstWords\nkept: 3\n"
@@ -142,20 +132,17 @@ def test_a_mechanism_of_one_s_own_is_one_file_and_one_yaml(words, tmp_path, monk
     )
     monkeypatch.syspath_prepend(tmp_path)
     mine = ["--config-dir", str(tmp_path / "conf"), *words]
-    assert run(*mine, "modules=[first_words]", "modules.first_words.kept=5") == 0
-    assert "first_words" in capsys.readouterr().out
+    assert "first_words" in prints("run", *mine, "modules=[first_words]", "modules.first_words.kept=5").out
     assert "Did you mean first_words" in refused("run", *mine, "modules=[first_word]")
     assert "Did you mean modules.first_words.kept" in refused("run", *mine, "modules=[first_words]", "modules.first_words.keep=5")
 
 
-def test_a_run_that_has_its_record_says_so_and_runs_nothing(words, capsys, monkeypatch):
-    assert run(*words) == 0
-    first = capsys.readouterr()
+def test_a_run_that_has_its_record_says_so_and_runs_nothing(words, prints, monkeypatch):
+    first = prints("run", *words)
     assert "1 must be made" in first.err
 
     monkeypatch.setattr("quicksilver.runs.run._run", None)  # nothing runs
-    assert run(*words) == 0
-    again = capsys.readouterr()
+    again = prints("run", *words)
     assert again.out == first.out
     assert "has its record already" in again.err
 

@@ -128,10 +128,9 @@ def test_a_sweep_leaves_its_manifest_and_its_page_beside_the_records(made, words
     assert [manifest.label(run) for run in manifest.runs] == ["[1/3] depth=0.2", "[2/3] depth=0.5", "[3/3] depth=0.8"]
 
 
-def test_the_page_and_the_table_say_what_the_records_say(made, capsys):
+def test_the_page_and_the_table_say_what_the_records_say(made, prints):
     results, _ = made
-    assert console.main(["list", "sweep", "depths", f"results_dir={results}"]) == 0
-    out = capsys.readouterr().out
+    out = prints("list", "sweep", "depths", f"results_dir={results}").out
     assert out.startswith("depths: 3 of 3 done\n")
     page = (results / "sweeps" / "depths" / "index.html").read_text()
     frame = record_frame(results)
@@ -145,16 +144,14 @@ def test_the_page_and_the_table_say_what_the_records_say(made, capsys):
     links = re.findall(r'href="(.*?)"', page)
     assert len(links) == 3
     assert all((results / "sweeps" / "depths" / link).is_file() for link in links)
-    assert console.main(["list", "sweep", f"results_dir={results}"]) == 0
-    assert capsys.readouterr().out == "depths: 3 of 3 done\n"
+    assert prints("list", "sweep", f"results_dir={results}").out == "depths: 3 of 3 done\n"
 
 
-def test_every_run_has_its_place_and_its_settings_as_its_name(words, results, capsys, monkeypatch):
+def test_every_run_has_its_place_and_its_settings_as_its_name(words, results, prints, monkeypatch):
     mirrored = []
     monkeypatch.setattr(harness_run, "mirror", lambda record, *_, name, group: mirrored.append((name, group)))
     asked = ["modules=[static_depth]", "modules.static_depth.depth=0.2,0.5", "seed=0,1", "measure=sweep", "name=two"]
-    assert sweep(*words, *asked) == 0
-    out, err = capsys.readouterr()
+    out, err = prints("run", "-m", *words, *asked)
     wanted = [f"[{i}/4] depth={depth} seed={seed}" for i, (depth, seed) in enumerate([(0.2, 0), (0.2, 1), (0.5, 0), (0.5, 1)], 1)]
     assert [line for line in out.splitlines() if line.startswith("[")] == wanted
     assert all(label in err for label in wanted)
@@ -186,7 +183,7 @@ def test_a_run_that_another_worker_has_begun_with_is_left_to_it_until_it_dies(wo
     assert not list((depths.folder / "taken").iterdir())
 
 
-def test_a_run_that_fails_is_named_and_tried_again(words, results, capsys, monkeypatch):
+def test_a_run_that_fails_is_named_and_tried_again(words, results, prints, monkeypatch):
     run = harness_run._run
 
     def broken(step, *rest):
@@ -195,13 +192,11 @@ def test_a_run_that_fails_is_named_and_tried_again(words, results, capsys, monke
         return run(step, *rest)
 
     monkeypatch.setattr(harness_run, "_run", broken)
-    assert sweep(*words, *DEPTHS, "name=depths") == 1
-    out, err = capsys.readouterr()
+    out, err = prints("run", "-m", *words, *DEPTHS, "name=depths", code=1)
     assert states(results) == ["done", "failed", "done"]
     assert "[2/3] depth=0.5: the logits are not finite" in err
     assert "the logits are not finite" in out
-    assert console.main(["list", "sweep", "depths", f"results_dir={results}"]) == 1
-    assert "2 of 3 done, 1 failed" in capsys.readouterr().out
+    assert "2 of 3 done, 1 failed" in prints("list", "sweep", "depths", f"results_dir={results}", code=1).out
     monkeypatch.setattr(harness_run, "_run", run)
     assert sweep(*words, *DEPTHS, "name=depths") == 0
     assert states(results) == ["done"] * 3
@@ -248,7 +243,7 @@ def test_while_it_runs_the_status_says_which_one(words, results, monkeypatch):
     assert seen == [["waiting"] * 3, *running]  # the first is the dense run
 
 
-def test_from_outside_one_sees_how_far_each_run_is_and_who_makes_it(words, results, capsys, monkeypatch):
+def test_from_outside_one_sees_how_far_each_run_is_and_who_makes_it(words, results, capsys, prints, monkeypatch):
     from quicksilver.runs import run as making
 
     seen, counts = [], iter(range(10**6))
@@ -276,12 +271,9 @@ def test_from_outside_one_sees_how_far_each_run_is_and_who_makes_it(words, resul
         r"^\[1/3\] depth=0\.2 \| tiny .*: quality, all 3 windows scored", "".join(one.err for one in seen), re.MULTILINE
     )
     assert not list(results.rglob("progress.json"))  # a record has none
-    capsys.readouterr()
-    assert console.main(["status", f"results_dir={results}"]) == 0
-    assert capsys.readouterr().out == "depths: 1 of 3 done, 2 waiting; nobody is at work\n"
+    assert prints("status", f"results_dir={results}").out == "depths: 1 of 3 done, 2 waiting; nobody is at work\n"
     assert sweep(*words, *DEPTHS, "name=depths") == 0
-    assert console.main(["status", f"results_dir={results}"]) == 0
-    assert f"Nothing is at work below {results}." in capsys.readouterr().out
+    assert f"Nothing is at work below {results}." in prints("status", f"results_dir={results}").out
 
 
 def test_all_processes_that_share_a_run_are_named(sweep_folder, capsys):
@@ -391,7 +383,7 @@ def test_no_more_workers_start_than_there_are_blocks(words, monkeypatch, capsys)
     assert "workers=9: there is work for 4 (a worker takes a run, or 32 windows of one), so 4 start." in capsys.readouterr().err
 
 
-def test_workers_that_died_in_an_earlier_command_are_not_said_to_have_died_in_this_one(words, results, monkeypatch, capsys):
+def test_workers_that_died_in_an_earlier_command_are_not_said_to_have_died_in_this_one(words, results, monkeypatch, prints):
     monkeypatch.setattr(sweeping, "launch", lambda *_: None)
     asked = [*words, "seed=0,1", "measure=sweep", "hydra/launcher=joblib", "workers=2", "name=earlier", f"results_dir={results}"]
     assert sweep(*asked) == 0
@@ -399,15 +391,12 @@ def test_workers_that_died_in_an_earlier_command_are_not_said_to_have_died_in_th
     with there.at_work():
         living = next((there.folder / "at_work").iterdir())
         (living.parent / "1-dead.lock").write_text(json.dumps(json.loads(living.read_text()) | {"process_started": "0"}))
-    capsys.readouterr()
-    assert sweep(*asked) == 0
-    assert "workers died," not in capsys.readouterr().err
+    assert "workers died," not in prints("run", "-m", *asked).err
 
 
-def test_a_plan_of_refused_runs_does_not_say_that_they_have_their_records(results, capsys):
+def test_a_plan_of_refused_runs_does_not_say_that_they_have_their_records(results, prints):
     asked = ["modules=[static_depth]", "modules.static_exit.depth=0.5,0.6", "plan=true", f"results_dir={results}"]
-    assert sweep(*asked) == 2
-    assert capsys.readouterr().out == "Nothing would run: what has no record is refused (above).\n"
+    assert prints("run", "-m", *asked, code=2).out == "Nothing would run: what has no record is refused (above).\n"
 
 
 # --- what is refused before anything starts ------------------------------------------------------------------------------------------
@@ -474,7 +463,7 @@ def test_a_model_larger_than_the_machine_is_refused_before_the_sweep_is_there(wo
     assert not (results / "sweeps").exists()
 
 
-def test_an_option_of_a_module_counts_only_in_the_runs_that_have_the_module(results, capsys):
+def test_an_option_of_a_module_counts_only_in_the_runs_that_have_the_module(results, refused):
     words = ["modules=[static_depth,kv_skipping],[static_exit],[]", "measure=sweep", "dataset.windows=3", "name=own"]
     assert sweep(*words, "modules.static_depth.depth=0.2,0.5", "modules.static_exit.depth=0.5", f"results_dir={results}") == 0
     runs = Sweep.load(results, "own").manifest.runs
@@ -485,6 +474,6 @@ def test_an_option_of_a_module_counts_only_in_the_runs_that_have_the_module(resu
         ("modules=[]",),
     ]
     assert states(results, "own") == ["done"] * 4
-    capsys.readouterr()
-    assert sweep(*words, "modules.halting.tau_drift=0.1", f"results_dir={results}") == 2
-    assert "the module halting is not selected" in capsys.readouterr().err
+    assert "the module halting is not selected" in refused(
+        "run", "-m", *words, "modules.halting.tau_drift=0.1", f"results_dir={results}"
+    )

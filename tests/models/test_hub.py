@@ -84,7 +84,7 @@ def refusal(words, **more) -> str:
     return str(caught.value)
 
 
-def test_a_run_of_a_model_and_a_text_of_the_hub(filled, tmp_path, capsys):
+def test_a_run_of_a_model_and_a_text_of_the_hub(filled, tmp_path):
     words = [
         *MODEL, *WIKITEXT, "dataset.windows=8", "dataset.calibration_windows=2", "protocol.window_tokens=32", "protocol.prompt_tokens=24",
         "measure=sweep", f"results_dir={tmp_path / 'results'}", "model.device_map=cpu",
@@ -98,25 +98,20 @@ def test_a_run_of_a_model_and_a_text_of_the_hub(filled, tmp_path, capsys):
     assert len(filled.asked) == asked  # what was fetched is kept: a resumed run asks no network
 
 
-def test_a_plan_fetches_a_shape_at_most(filled, weights, tmp_path, capsys):
+def test_a_plan_fetches_a_shape_at_most(filled, weights, tmp_path, prints):
     words = [f"results_dir={tmp_path / 'results'}", "plan=true", "dataset.windows=64"]
-    assert console.main(["reproduce", "table", "11", *MODEL, *WIKITEXT, *words]) == 0
-    assert "Weights: 2.88 GiB." in capsys.readouterr().out
+    assert "Weights: 2.88 GiB." in prints("reproduce", "table", "11", *MODEL, *WIKITEXT, *words).out
     assert filled.asked == []
     filled.repositories["model:me/mine"] = weights
-    assert (
-        console.main(["reproduce", "table", "11", "model=folder", "model.name=mine", "model.path=me/mine", *WIKITEXT, *words])
-        == 0
-    )
-    assert "mine | wikitext103 | dense" in capsys.readouterr().out
+    mine = ["model=folder", "model.name=mine", "model.path=me/mine"]
+    assert "mine | wikitext103 | dense" in prints("reproduce", "table", "11", *mine, *WIKITEXT, *words).out
     assert [filled.fetched(name) for name in ("config.json", "safetensors", "parquet")] == [1, 0, 0]
 
 
-def test_what_takes_hours_is_said_before_its_weights_are_fetched(filled, tmp_path, monkeypatch, capsys):
+def test_what_takes_hours_is_said_before_its_weights_are_fetched(filled, tmp_path, monkeypatch, prints):
     monkeypatch.delenv("QUICKSILVER_DATA", raising=False)
     monkeypatch.setattr("quicksilver.runs.estimate.measured_speed", lambda *_: Speed(1e9, "cpu"))
-    assert console.main(["reproduce", "table", "11", *MODEL, *WIKITEXT, f"results_dir={tmp_path / 'results'}"]) == 2
-    said = capsys.readouterr()
+    said = prints("reproduce", "table", "11", *MODEL, *WIKITEXT, f"results_dir={tmp_path / 'results'}", code=2)
     assert "runs: about " in said.out
     assert "hours: add yes=true to start it" in said.err
     assert [filled.fetched(name) > 0 for name in ("safetensors", "parquet")] == [False, True]

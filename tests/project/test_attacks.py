@@ -39,17 +39,15 @@ PROGRESS = re.compile(r"This needs \d+ run|\[\d+/\d+\] ")
 
 
 @pytest.fixture
-def refused(world, tmp_path, capsys) -> Callable[..., str]:
+def refused(world, tmp_path, prints) -> Callable[..., str]:
     """Gives the words to `quicksilver run`, which must refuse them; returns the one line it says."""
 
     def ask(*words: str, code: int = 2) -> str:
         results = [] if any(word.startswith("results_dir=") for word in words) else [f"results_dir={tmp_path / 'results'}"]
-        capsys.readouterr()
-        assert console.main(["run", *world, *results, *words]) == code
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        lines = [line for line in captured.err.splitlines() if not PROGRESS.match(line)]
-        assert len(lines) == 1, captured.err
+        out, err = prints("run", *world, *results, *words, code=code)
+        assert out == ""
+        lines = [line for line in err.splitlines() if not PROGRESS.match(line)]
+        assert len(lines) == 1, err
         assert_nothing_measured(tmp_path / "results")
         return lines[0].removeprefix("quicksilver: ")
 
@@ -277,7 +275,7 @@ def test_a_line_that_is_no_document(attack, way, request, tmp_path):
     assert '{"text": "…"}' in said
 
 
-def test_separators_inside_a_string_are_text(world, tmp_path, capsys):
+def test_separators_inside_a_string_are_text(world, tmp_path):
     from quicksilver.data.text import read_text
 
     texts = [f"{TEXT}\u2028{TEXT}\u0085{TEXT}", TEXT]
@@ -448,12 +446,10 @@ def test_a_digest_in_the_cache_that_is_no_digest_is_not_believed(finished, world
     assert len(list((finished / "runs").glob("[!.]*"))) == 1
 
 
-def test_a_finished_run_in_a_folder_that_is_only_to_be_read_is_shown(finished, world, capsys, monkeypatch):
+def test_a_finished_run_in_a_folder_that_is_only_to_be_read_is_shown(finished, world, prints, monkeypatch):
     (finished / "cache" / "digests.json").unlink(missing_ok=True)
-    capsys.readouterr()
     read_only(monkeypatch, finished)
-    assert console.main(["run", *world, f"results_dir={finished}"]) == 0
-    assert "perplexity" in capsys.readouterr().out
+    assert "perplexity" in prints("run", *world, f"results_dir={finished}").out
 
 
 def read_only(monkeypatch, folder: Path) -> None:

@@ -7,7 +7,6 @@ import pytest
 import yaml
 from harness_world import make_text
 
-from quicksilver.cli import main as console
 from quicksilver.cli.commands.search import Budget as BudgetCommand
 from quicksilver.modules.calibration import Calibration
 from quicksilver.report.sweeps import BUDGET_COLUMNS
@@ -195,13 +194,12 @@ def test_a_setting_is_said_with_the_options_of_its_grid():
 
 
 # --- quicksilver budget ---------------------------------------------------------------------------------------------------------
-def test_the_command_sets_freezes_and_reports(world, tmp_path, capsys, monkeypatch):
+def test_the_command_sets_freezes_and_reports(world, tmp_path, prints, monkeypatch):
     monkeypatch.setattr(dials_module, "load_dial", lambda name: SHARE)
     results = tmp_path / "results"
     asked = ["save=[0.2,0.94]", "of=prompt_nominal", "halvings=2", "transfer=file", *world, "protocol.batch_size=5"]
     # The second cannot be met; the first is reported all the same.
-    assert console.main(["budget", *asked, f"results_dir={results}"]) == 1
-    out, err = capsys.readouterr()
+    out, err = prints("budget", *asked, f"results_dir={results}", code=1)
     assert "cannot save 94% of the prompt's nominal FLOPs" in err
     assert "--config-dir" in out
     assert max(map(len, out[out.index("Budgets:") :].partition("Written:")[0].splitlines())) <= 150

@@ -39,7 +39,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_of_70_billion_parameters_is_planned_without_memory(folder, capsys):
+def test_a_model_of_70_billion_parameters_is_planned_without_memory(folder, prints):
     words = ["model=folder", "model.name=llama2-70b", f"model.path={folder}", "model.dtype=bfloat16", "modules=[halting]"]
     config = compose([*words, "dataset.windows=4", "protocol=continuation"])
     dense, ours = estimate.estimates([config], SPEED)
@@ -49,8 +49,7 @@ def test_a_model_of_70_billion_parameters_is_planned_without_memory(folder, caps
     assert ours.flops > dense.flops > 2 * 0.9 * parameters * 4 * config.protocol.window_tokens
     assert dense.seconds == pytest.approx(1 + dense.flops / 0.45e12)
     assert ours.seconds > 1 + ours.flops / 0.45e12  # and the calibration text
-    assert console.main(["run", *words, "dataset.windows=4", "plan=true"]) == 0
-    out = capsys.readouterr().out
+    out = prints("run", *words, "dataset.windows=4", "plan=true").out
     assert "llama2-70b | python-docs | halting | all" in out
     assert "2 runs: about " in out
     assert "Weights: 128 GiB." in out
@@ -117,15 +116,13 @@ def test_a_text_that_is_scored_whole_is_counted(words):
     assert less < whole < more  # 900 bytes, 4 of them a token
 
 
-def test_more_than_an_hour_starts_with_yes_alone(words, monkeypatch, capsys):
+def test_more_than_an_hour_starts_with_yes_alone(words, monkeypatch, prints):
     assert console.main(["run", *words, "measure=sweep", "dataset.windows=2"]) == 0  # a second is not asked about
     monkeypatch.setattr(estimate, "_SLOWEST", 1e3)
     monkeypatch.setattr(estimate, "measured_speed", lambda *_: estimate.Speed(1e2, "cpu"))
-    capsys.readouterr()
     for command in (["run"], ["run", "-m"]):
         asked = [*command, *words, "measure=sweep", "dataset.windows=3"]
-        assert console.main(asked) == 2
-        out, err = capsys.readouterr()
+        out, err = prints(*asked, code=2)
         assert "1 run: about " in out
         assert "add yes=true to start it" in err
     assert console.main(["run", *words, "measure=sweep", "dataset.windows=2"]) == 0  # it has its record
@@ -138,11 +135,10 @@ def test_more_passes_take_longer():
     assert dense < sweep < default < paper
 
 
-def test_a_plan_of_a_sweep_and_of_a_table_starts_nothing(words, tmp_path, capsys, monkeypatch):
+def test_a_plan_of_a_sweep_and_of_a_table_starts_nothing(words, tmp_path, capsys, prints, monkeypatch):
     monkeypatch.setattr(estimate, "measured_speed", lambda *_: SPEED)
     assert console.main(["run", "-m", *words, "modules=[static_depth]", "modules.static_depth.depth=0.2,0.5", "plan=true"]) == 0
     assert "3 runs: about" in capsys.readouterr().out
-    assert console.main(["reproduce", "table", "11", *words, "plan=true"]) == 0
-    assert " runs: about" in capsys.readouterr().out
+    assert " runs: about" in prints("reproduce", "table", "11", *words, "plan=true").out
     assert not (tmp_path / "results" / "runs").exists()
     assert not (tmp_path / "results" / "sweeps").exists()

@@ -351,9 +351,8 @@ def test_the_command_runs_nothing_and_writes_the_ledger(table11, capsys):
     assert {path.name for path in table11.results.iterdir() if path.is_file()} == {"claims.csv", "claims.json", "claims.md"}
 
 
-def test_some_claims_are_told_with_their_commands_and_records(table11, capsys):
-    assert console.main(["claims", "Table 11.isolated.halting", "c3.percentile", f"results_dir={table11.results}"]) == 0
-    shown, err = capsys.readouterr()
+def test_some_claims_are_told_with_their_commands_and_records(table11, capsys, prints):
+    shown, err = prints("claims", "Table 11.isolated.halting", "c3.percentile", f"results_dir={table11.results}")
     assert "(slower)" not in shown  # nothing was measured
     assert (
         f"has no record that answers. The repository's records do: results_dir={Path(reproduce.__file__).parents[3] / 'results'}."
@@ -367,7 +366,7 @@ def test_some_claims_are_told_with_their_commands_and_records(table11, capsys):
     assert "no claim's name begins so. Did you mean table11.isolated.halting" in capsys.readouterr().err
 
 
-def test_what_was_looked_up_is_remembered_with_and_without_a_record(table11, capsys, monkeypatch):
+def test_what_was_looked_up_is_remembered_with_and_without_a_record(table11, monkeypatch):
     words = ["claims", f"results_dir={table11.results}"]
     assert console.main(words) == 0
     before = (table11.results / "claims.csv").read_bytes()
@@ -382,14 +381,12 @@ def test_what_was_looked_up_is_remembered_with_and_without_a_record(table11, cap
     assert table11.made
     assert console.main(words) == 0
     assert (table11.results / "claims.csv").read_bytes() != before
-    capsys.readouterr()
 
 
-def test_a_damaged_record_is_named_and_the_rest_is_judged(table11, capsys):
+def test_a_damaged_record_is_named_and_the_rest_is_judged(table11, prints):
     assert console.main(["reproduce", "table", "11", f"results_dir={table11.results}"]) == 0
     (table11.results / "runs" / fakes.fingerprint("halting all") / "record.json").write_text("{")
-    assert console.main(["claims", f"results_dir={table11.results}"]) == 1
-    assert fakes.fingerprint("halting all") in capsys.readouterr().err
+    assert fakes.fingerprint("halting all") in prints("claims", f"results_dir={table11.results}", code=1).err
     found = pd.read_csv(table11.results / "claims-mine.csv", keep_default_na=False)
     judged = found[found["claim"] == "table11.isolated.quantization.delta_ppl"]
     assert sorted(judged["protocol"]) == ["all", "continuation"]

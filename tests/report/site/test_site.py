@@ -400,11 +400,10 @@ def test_a_record_of_few_windows_has_its_page_without_an_interval(copy, records,
     assert "8 windows are too few for an interval" in page
 
 
-def test_a_missing_record_is_named_with_the_command_that_makes_it(copy, records, capsys):
+def test_a_missing_record_is_named_with_the_command_that_makes_it(copy, records, prints):
     gone = records["signal.random"].fingerprint
     shutil.rmtree(copy / "runs" / gone)
-    assert report(copy) == 1
-    said = capsys.readouterr().err
+    said = prints("report", f"results_dir={copy}", code=1).err
     assert gone[:12] in said
     assert "quicksilver reproduce table 11" in said
     built = copy / "report"
@@ -421,12 +420,11 @@ DAMAGED = ({"ppl": "a word"}, {"ppl": None}, {"environment": {}}, {"executed_flo
     ("damage", "said"),
     first([({"schema_version": 99}, "schema 99"), (None, "no schema_version"), *((one, "To make it") for one in DAMAGED)], 4),
 )
-def test_a_foreign_or_damaged_record_is_named_and_all_others_have_their_pages(copy, records, capsys, damage, said):
+def test_a_foreign_or_damaged_record_is_named_and_all_others_have_their_pages(copy, records, prints, damage, said):
     record = records["signal.drift"]
     path = copy / "runs" / record.fingerprint / RECORD
     path.write_text(json.dumps({} if damage is None else json.loads(path.read_text()) | damage))
-    assert report(copy) == 1
-    heard = capsys.readouterr().err
+    heard = prints("report", f"results_dir={copy}", code=1).err
     assert said in heard
     assert record.fingerprint in heard
     assert (copy / "report" / "figure99.html").is_file()
@@ -460,7 +458,7 @@ def test_a_damaged_file_of_a_record_costs_its_pages_and_no_other(copy, records, 
     assert (report / "explorer.html").is_file()
 
 
-def test_a_failed_row_and_an_artefact_that_was_not_made_are_named(copy, capsys):
+def test_a_failed_row_and_an_artefact_that_was_not_made_are_named(copy, prints):
     path = copy / "tables" / "table11.json"
     status = read(path).columns.index("status")
     rows = [list(row) for row in read(path).rows]
@@ -469,8 +467,7 @@ def test_a_failed_row_and_an_artefact_that_was_not_made_are_named(copy, capsys):
     mine = shutil.copy(path, path.with_name("table11-mine.json"))
     changed(mine, name="table11-mine")
     (copy / "claims.json").unlink()
-    assert report(copy) == 1
-    out, said = capsys.readouterr()
+    out, said = prints("report", f"results_dir={copy}", code=1)
     assert "the run of its row continuation share failed" in said
     assert "table11-mine" not in said  # its row says so
     assert "are not made yet" in out  # the ledger, and the figures of experiments/ that this folder has not
@@ -486,15 +483,14 @@ def test_a_damaged_table_is_named_and_the_rest_is_there(copy, content):
     assert "figure99.png" in (copy / "report" / "figure99.html").read_text(encoding="utf-8")
 
 
-def test_without_any_table_or_record_the_report_that_is_there_stays(copy, tmp_path, capsys):
+def test_without_any_table_or_record_the_report_that_is_there_stays(copy, tmp_path, capsys, prints):
     """As in a fresh clone: tables and report are committed, records are not."""
     assert report(tmp_path) == report(tmp_path / "nowhere") == 2
     assert "quicksilver reproduce table 11" in capsys.readouterr().err
     make(copy)
     before = (copy / "report" / "index.html").read_bytes()
     shutil.rmtree(copy / "runs")
-    assert report(copy) == 2
-    assert "quicksilver reproduce all" in capsys.readouterr().err
+    assert "quicksilver reproduce all" in prints("report", f"results_dir={copy}", code=2).err
     assert (copy / "report" / "index.html").read_bytes() == before
 
 
@@ -508,18 +504,16 @@ def victim(copy) -> Iterator[Path]:
     assert not [page for page in (copy / "report").rglob("*") if page.is_file() and b"secret of mine" in page.read_bytes()]
 
 
-def test_a_folder_of_somebody_else_or_a_link_is_left_alone(copy, victim, capsys):
+def test_a_folder_of_somebody_else_or_a_link_is_left_alone(copy, victim, prints):
     (copy / "report").mkdir()
     (copy / "report" / "thesis.tex").write_text("x")
-    assert report(copy) == 2
-    assert "thesis" not in (said := capsys.readouterr().err)
+    assert "thesis" not in (said := prints("report", f"results_dir={copy}", code=2).err)
     assert str(copy / "report") in said
     assert "Move" in said
     assert [path.name for path in (copy / "report").iterdir()] == ["thesis.tex"]
     (copy / "report").rename(copy / "mine")
     (copy / "report").symlink_to(copy / "mine")
-    assert report(copy) == 2
-    assert "is a link" in capsys.readouterr().err
+    assert "is a link" in prints("report", f"results_dir={copy}", code=2).err
     assert [path.name for path in (copy / "mine").iterdir()] == ["thesis.tex"]
 
 

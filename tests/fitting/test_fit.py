@@ -388,7 +388,8 @@ def distilled(schedule: Schedule, prompt_tokens: int = 24, **options: object) ->
     (lambda: distilled(SCHEDULE, prompt_tokens=30), "longer than 31"),
     (lambda: distilled(Schedule(1, 0.1, 3)), "give some for layer 2"),
     (lambda: FittedPrediction(schedule=PRESET).fit(tiny.load("gpt2"), text(2, seed=3).ids), "too few to fit"),
-    (lambda: OracleExit(save=0.95).fit(tiny.load("gpt2"), text(tokens=N, seed=3).ids), "save=0.95: not even all tokens leaving before layer 1"),
+    (lambda: OracleExit(save=0.95).fit(tiny.load("gpt2"), text(tokens=N, seed=3).ids),
+     "save=0.95: not even all tokens leaving before layer 1"),
     (lambda: OracleExit().fit(tiny.load("gpt2"), text(2, N, seed=3).ids), "are too few to fit"),
 ])  # fmt: skip
 def test_too_little_text_and_options_that_make_no_sense_are_refused(call, says: str) -> None:

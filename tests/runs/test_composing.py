@@ -108,7 +108,8 @@ SHARE = (
     ("import quicksilver\n\nclass Mine:\n    pass\n", {}, r"own.py: Mine has no base. Write `class Mine\(RuntimeModule\)`"),
     ("class Mine(dict):\n    pass\n", {}, "own.py imports nothing of quicksilver"),
     ("", {"_target_": None, "share": 0.3}, "modules.own has no class: its yaml lacks the line `_target_"),
-    (PLAIN.format("self, a=0").replace("view, tokens", "view"), {}, r"Mine.decide\(self, view\) must take \(self, view, tokens\)"),
+    (PLAIN.format("self, a=0").replace("view, tokens", "view"), {},
+     r"Mine.decide\(self, view\) must take \(self, view, tokens\)"),
     (SHARE, {"share": "lots"}, "share='lots' is not a number"),  # although its __post_init__ is one's own
 ])  # fmt: skip
 def test_a_class_of_one_s_own_is_a_module_or_is_told_what_it_lacks(tmp_path, monkeypatch, source, options, says):

@@ -19,7 +19,7 @@ def run(*words: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_study_goes_on_where_it_was_killed_and_keeps_its_front(words, tmp_path, capsys, prints, monkeypatch):
+def test_a_study_goes_on_where_it_was_killed_and_keeps_its_front(words, tmp_path, capsys, monkeypatch):
     made = []
     real = harness_run._run
 
@@ -34,7 +34,8 @@ def test_a_study_goes_on_where_it_was_killed_and_keeps_its_front(words, tmp_path
     asked = [*words, *DRAWN, "name=front", "hydra.sweeper.trials=4"]
     assert run(*asked) == 130
     monkeypatch.setattr(harness_run, "_run", real)
-    out = prints("run", "-m", *GOALS, *asked).out
+    assert run(*asked) == 0
+    out = capsys.readouterr().out
     sweep = Sweep.load(tmp_path / "results", "front")
     states = sweep.states()
     assert [state.state for state in states] == ["done"] * len(states)
@@ -54,18 +55,20 @@ def test_a_study_goes_on_where_it_was_killed_and_keeps_its_front(words, tmp_path
     assert "No run meets the budget" in capsys.readouterr().err
     pct = 100 + 100 * saved
     least = sorted(pct)[len(pct) // 2] - 1e-6  # what half of them save
-    out = prints("run", "-m", *GOALS, *asked, f"hydra.sweeper.budget={{executed_flops_saved_pct: {least}}}").out
+    assert run(*asked, f"hydra.sweeper.budget={{executed_flops_saved_pct: {least}}}") == 0
+    out = capsys.readouterr().out
     chosen = kl[pct >= least].idxmin()
     assert chosen in out[out.index("No other run within it") :].splitlines()[1]
     assert record_frame(tmp_path / "results").index.equals(frame.index)  # nothing was made again
 
 
-def test_a_value_that_composes_to_a_run_that_is_there_counts_as_no_trial(words, tmp_path, capsys, prints, monkeypatch):
+def test_a_value_that_composes_to_a_run_that_is_there_counts_as_no_trial(words, tmp_path, capsys, monkeypatch):
     made, real = [], harness_run._run
     monkeypatch.setattr(harness_run, "_run", lambda step, *rest: made.append(step.fingerprint) or real(step, *rest))
     choice = [*(word for word in DRAWN if "interval" not in word), "modules.static_depth.depth=0.2,0.5,0.50,0.51"]
     for _ in range(2):  # the second start finds its trials again
-        out, err = prints("run", "-m", *GOALS, *words, *choice, "name=few", "hydra.sweeper.trials=5")
+        assert run(*words, *choice, "name=few", "hydra.sweeper.trials=5") == 0
+        out, err = capsys.readouterr()
         assert "50 draws in a row gave runs that are there: 3 of 5 are made" in err
         assert out.count("(equal: [") == 1  # depths 0.5 and 0.51 are one layer
     assert [state.state for state in Sweep.load(tmp_path / "results", "few").states()] == ["done"] * 3
@@ -74,8 +77,9 @@ def test_a_value_that_composes_to_a_run_that_is_there_counts_as_no_trial(words, 
     assert "few is a sweep: quicksilver list sweep few" in capsys.readouterr().err
 
 
-def test_a_plan_says_what_is_drawn_and_makes_nothing(words, tmp_path, prints):
-    out = prints("run", "-m", *GOALS, *words, *DRAWN, "hydra.sweeper.trials=7", "plan=true").out
+def test_a_plan_says_what_is_drawn_and_makes_nothing(words, tmp_path, capsys):
+    assert run(*words, *DRAWN, "hydra.sweeper.trials=7", "plan=true") == 0
+    out = capsys.readouterr().out
     assert "Optuna draws 7 runs" in out
     assert "static_depth" in out
     assert not (tmp_path / "results" / "runs").exists()

@@ -71,13 +71,13 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
             )
         if sweeper == "optuna":
             return optimise(overrides, settings, extra_dirs, asked)
+        if asked.shard and launcher == SERIAL:
+            raise ConfigError("shard=true: one process has nobody to share windows with. Add hydra/launcher=joblib, or drop it.")
         if asked.plan:
             return _print_plan(overrides, settings, extra_dirs, asked)
         with gc_disabled():
             composed = compose_runs(overrides, settings, extra_dirs, asked.yes)
         first = composed.configs[0]
-        if asked.shard and launcher == SERIAL:
-            raise ConfigError("shard=true: one process has nobody to share windows with. Add hydra/launcher=joblib, or drop it.")
         check_shared(composed.configs if asked.shard else (), "shard=true")
         if parallel.processes() > 1:
             _join(composed)

@@ -20,7 +20,7 @@ from quicksilver.records.store import Store, read_object
 from quicksilver.report.table import NO_VALUE, signed
 from quicksilver.runs.estimate import duration
 from quicksilver.runs.launchers import waiting_jobs
-from quicksilver.runs.sweep import FOLDER, PAGE, RunState, Sweep, names, time_left_s
+from quicksilver.runs.sweep import FOLDER, HEAD, PAGE, RunState, Sweep, names, time_left_s
 from quicksilver.runtime.errors import ConfigError
 
 NUMBERS, NEW_NUMBERS = "numbers.json", 20  # it is written anew once it lacks so many
@@ -96,7 +96,8 @@ class Board:
         if not left:
             return f"{self.sweep.manifest.name}: {', '.join(said)}"
         workers, queued = len(self.sweep.workers()), waiting_jobs(self.sweep.folder / "workers")
-        doing = [f"{workers} at work" if workers else "nobody is at work"]
+        idle = "its workers start" if lease.is_held(self.sweep.folder / HEAD) else "nobody is at work"
+        doing = [f"{workers} at work" if workers else idle]
         doing += [f"{queued} job{'s' * (queued > 1)} in the queue"] if queued else []
         # A run that was there before the sweep says how long one takes as well.
         left_s = time_left_s(left, [row["seconds"] for row in rows if "seconds" in row], workers) if workers else None
@@ -185,6 +186,9 @@ def status(results_dir: Path | str) -> str:
             lines.append(board.headline(rows := board.rows(most=50)))
             runs = {run.number: board.sweep.manifest.label(run) for run in board.sweep.manifest.runs}
             lines += [f"  {runs[row['number']]}: {row['where']}" for row in rows if row["state"] == "running"]
+            busy = {(who.host, who.pid) for state in states for who, _ in state.making}
+            idle = (who for who in board.sweep.workers() if (who.host, who.pid) not in busy)
+            lines += [f"  between runs, loading, or at the dense run: {told(who, {})}" for who in idle]
     for fingerprint, who, doing in Store(results_dir).at_work():
         if fingerprint not in seen:
             lines.append(f"{doing.get('label', fingerprint)}: {told(who, doing)}")

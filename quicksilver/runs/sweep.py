@@ -44,6 +44,7 @@ from quicksilver.runtime.reading import read_json
 
 SCHEMA_VERSION = 1
 FOLDER, MANIFEST, PAGE, TAKEN, AT_WORK, FAILED = "sweeps", "manifest.json", "index.html", "taken", "at_work", "failed"
+HEAD = "head.lock"  # of the command that launches the runs
 _NAME = re.compile(r"[\w][\w.+-]{0,99}")
 
 State = Literal["done", "running", "failed", "waiting"]
@@ -287,7 +288,7 @@ class Sweep:
         Raises:
             ConfigError: another one lives.
         """
-        path = self.folder / "head.lock"
+        path = self.folder / HEAD
         held = self.store.take(path)
         if held is None:
             who = lease.holder(path)

@@ -62,6 +62,7 @@ def test_one_run_prints_what_its_record_says(words, capsys, prints):
     shown = prints("show", folder.name, other, here).out
     assert re.search(rf"^  quality .* perplexity {judged}\n {{15}}\S+ KL {judged}", shown, re.M)
     assert f"against {record.label}" in shown
+    assert re.search(r"^  options      halting\.halted_share=0\.\d against 0\.\d", shown, re.M)
     assert " 0.00% perplexity [0.00, 0.00]: no difference" in prints("show", folder.name, folder.name, here).out
     assert "zz: no record below" in prints("show", "zz", here, code=2).err
 

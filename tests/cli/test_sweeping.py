@@ -272,6 +272,12 @@ def test_from_outside_one_sees_how_far_each_run_is_and_who_makes_it(words, resul
     )
     assert not list(results.rglob("progress.json"))  # a record has none
     assert prints("status", f"results_dir={results}").out == "depths: 1 of 3 done, 2 waiting; nobody is at work\n"
+    depths = Sweep.load(results, "depths")
+    with depths.driver_lock():
+        assert prints("status", f"results_dir={results}").out == "depths: 1 of 3 done, 2 waiting; its workers start\n"
+        with depths.at_work():  # one that loads its model
+            idle = prints("status", f"results_dir={results}").out.splitlines()[1]
+    assert idle == f"  between runs, loading, or at the dense run: {lease.host_name()}, process {os.getpid()}"
     assert sweep(*words, *DEPTHS, "name=depths") == 0
     assert f"Nothing is at work below {results}." in prints("status", f"results_dir={results}").out
 

@@ -129,10 +129,20 @@ class Show(ResultsFolder):
         if len(self.names) == 2:
             ours, theirs = (self._record(name)[1] for name in self.names)
             print(beside(ours, theirs))
-            one, other = (_options(record.config["modules"]) for record in (ours, theirs))
-            if one != other:
-                first, second = (", ".join(said for said in own if said not in its) for own, its in ((one, other), (other, one)))
-                print(f"  options      {first or 'defaults'} against {second or 'defaults'}")
+            mine, its = (one.config["modules"] for one in (ours, theirs))
+            both = [name for name in mine if name in its]
+            said = [
+                f"{name}.{key}={value} against {its[name].get(key)}"
+                for name in both
+                for key, value in mine[name].items()
+                if value != its[name].get(key)
+            ]
+            alone = [
+                ", ".join(_options({name: own[name] for name in own if name not in both})) or "defaults" for own in (mine, its)
+            ]
+            said += [" against ".join(alone)] if set(mine) != set(its) else []
+            if said:
+                print(f"  options      {'; '.join(said)}")
             return 0
         store, record = self._record(self.names[0] if self.names else "")
         name, folder = record.fingerprint, record.path

@@ -78,6 +78,16 @@ def of_a_batch(record: Record) -> Estimate:
     return time_saved(latency.latency_ratio, latency.noise_floor_pct)
 
 
+def pooled(of: Callable[[Record], Estimate | None], key: str, outcomes: Mapping[str, Outcome]) -> Estimate | None:
+    """What `of` finds in that row's record, with the clock's noise as `measured` has it: pooled over the rows that were timed."""
+    timed = {name: one.record for name, one in outcomes.items() if one.record is not None and one.record.modules}
+    there = {name: record for name, record in timed.items() if not record.simulated}
+    found = {name: (record.fingerprint, one) for name, record in there.items() if (one := of(record)) is not None}
+    lines: dict[str, dict[str, Any]] = {name: {"record": run, comparison.FLOOR: one.floor} for name, (run, one) in found.items()}
+    comparison.pool_noise([*lines.values()])
+    return replace(found[key][1], floor=lines[key][comparison.FLOOR]) if key in found else None
+
+
 def or_simulated(cell: Cell | str) -> Cell:
     """A cell of a time or of joules, or `simulated`."""
     return lambda row: (SIMULATED,) if row.get("method") == SIMULATED else filled(cell, row)
@@ -165,7 +175,9 @@ def _answers() -> dict[str, AnsweredBy | tuple[AnsweredBy, ...]]:
         if "." in row.key:
             quantised = QUANTIZATION in row.needs
             notes = {_generated: f"{note}; {integers}" if quantised else note} | ({of_a_batch: integers} if quantised else {})
-            answers[row.key] = tuple(AnsweredBy(PANEL, row.key, of_record=of, note=said) for of, said in notes.items())
+            answers[row.key] = tuple(
+                AnsweredBy(PANEL, row.key, of=partial(pooled, of, row.key), note=said) for of, said in notes.items()
+            )
     found: dict[str, AnsweredBy | tuple[AnsweredBy, ...]] = {f"table11.{key}.speedup_pct": one for key, one in answers.items()}
     found |= {f"section3.{key}.speedup_pct": answers[key] for key in ("isolated.halting", "isolated.fusion")}
     found |= dict.fromkeys(("figure6.joint.speedup_pct", "section3.ablation.speedup_pct"), answers[JOINT])

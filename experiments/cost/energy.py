@@ -55,8 +55,6 @@ _BAR: dict[str, Any] = {"width": 0.55, "edgecolor": "black", "linewidth": 0.5, "
 
 
 def _estimate(quantity: str, record: Record) -> Estimate | None:
-    if quantity == "speedup_pct":
-        return costs.of_a_batch(record)
     energy = costs.energy(record)
     if not energy.measured:
         raise ConfigError(f"energy was not measured, but estimated from the clock ({energy.method})")
@@ -69,7 +67,11 @@ def _estimate(quantity: str, record: Record) -> Estimate | None:
 
 _ENTRIES = {f"f2.{step.rpartition('.')[2]}": step for step in [*STEPS][1:]}
 _ANSWERS = {
-    f"{entry}.{quantity}": AnsweredBy(costs.PANEL, key, of_record=partial(_estimate, quantity))
+    f"{entry}.{quantity}": (
+        AnsweredBy(costs.PANEL, key, of=partial(costs.pooled, costs.of_a_batch, key))
+        if quantity == "speedup_pct"
+        else AnsweredBy(costs.PANEL, key, of_record=partial(_estimate, quantity))
+    )
     for entry, key in (_ENTRIES | {"f2.joint": costs.JOINT, "faq.energy": costs.JOINT}).items()
     for quantity in reported()[entry].quantities
     if quantity != "added_speedup_pct"

@@ -198,7 +198,8 @@ def summary(record: Record) -> str:
             "  care         hardly anything was decided: nearly the result of dense inference. Sweep the option that decides."
         )
     lines += [f"  care         {warning}" for warning in record.timing_warnings]
-    lines.append(f"  record       {record.path}")
+    kept = f"{record.fingerprint}, one of the repository's in {record.path.parent}"
+    lines.append(f"  record       {kept if record.is_kept else record.path}")
     return "\n".join(lines)
 
 

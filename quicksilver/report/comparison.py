@@ -65,8 +65,8 @@ LEDGERS = ("executed", "nominal", "paper", "prompt_executed")
 MEASURED = "measured"  # status of a row that has a record; any other status is the reason why it has none
 
 NOISE = (
-    "≈ 0: no larger than the noise floor below the table (A/A: the dense model against itself, median over the runs). Noisier runs "
-    f"use their own noise floor; above {LOUD}% it is printed, as in ±43: no smaller difference could be seen."
+    "≈ 0: no larger than the noise floor below the table (A/A: the dense model against itself, median over the runs, and no less than what the "
+    f"dense row differs from itself). Noisier runs use their own noise floor; above {LOUD}% it is printed, as in ±43: no smaller difference could be seen."
 )
 LEGEND = (  # a column, and what is said where a row has it
     (
@@ -82,7 +82,7 @@ LEGEND = (  # a column, and what is said where a row has it
     (
         "co2_saved_pct",
         "CO₂e: grams that CodeCarbon charges a token, saved in percent. The dense row shows micrograms a token. Without an energy counter it is "
-        "derived from time, and ≈ 0 or ±43 where the time is.",
+        "derived from time. It is ≈ 0 or ±43 where the time is, or where it is itself within that noise.",
     ),
     (
         "executed_flops",

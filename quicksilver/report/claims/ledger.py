@@ -656,7 +656,8 @@ def _said_of(row: Mapping[str, Any]) -> Iterator[str]:
     """The lines of one row: what was measured, the verdict, and the commands that repeat it."""
     value, *more = _measurement(row)
     value += f" {row['unit']}" * (value != "-" and bool(re.match("[a-z×]", row["unit"])))
-    if re.match(r"-\d", value) and row["claim"].endswith("speedup_pct"):
+    lost = (number(row, "measured") or 0.0) < -(number(row, "noise_floor") or 0.0)
+    if lost and row["claim"].endswith("speedup_pct"):
         value += " (slower)"
     measured = " ".join((value, *more))
     many = f"{row['windows']} windows of " * bool(row["windows"])

@@ -177,7 +177,8 @@ def test_an_estimate_of_joules_is_drawn_as_one_and_answers_no_claim(tmp_path: Pa
         else:
             with pytest.raises(ConfigError, match="estimated"):
                 answers["f2.joint.emissions_saved_pct"].of_record(made[costs.JOINT])
-        assert answers["f2.joint.speedup_pct"].of_record(made[costs.JOINT]).value == pytest.approx(20)
+        faster = answers["f2.joint.speedup_pct"].of({one.row.key: one for one in outcomes(find("figure", "16"), made)})
+        assert faster.value == pytest.approx(20)
 
 
 def test_simulated_widths_have_neither_time_nor_energy(usual, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,12 +210,12 @@ def test_layers_are_compared_with_the_dense_pass_of_their_own_record(usual) -> N
 @pytest.mark.parametrize(("kind", "name"), [("table", "7"), ("figure", "16"), ("table", "deployment")])
 def test_claims_that_are_answered_are_claims(kind: str, name: str, usual) -> None:
     artefact = find(kind, name)
-    answers = Source(artefact, outcomes(artefact, usual), "").answers  # raises where a claim or a row is not there
-    assert answers
-    for claim, answer in answers:
+    source = Source(artefact, outcomes(artefact, usual), "")
+    assert source.answers  # raises where a claim or a row is not there
+    for claim, answer in source.answers:
         entry, _, quantity = claim.rpartition(".")
         assert quantity in reported()[entry].quantities
-        estimate = answer.of_record(usual[answer.key]) if answer.of is None else None
+        estimate = answer.of(source.panels[answer.panel]) if answer.of else answer.of_record(usual[answer.key])
         assert estimate is None or estimate.low <= estimate.value <= estimate.high
 
 

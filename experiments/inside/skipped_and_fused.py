@@ -17,7 +17,7 @@ from quicksilver.report.artefacts import Outcome, artefact
 from quicksilver.report.figure import PALETTE, Figure, legend_below, panels, style
 
 from .. import drawing as draw
-from . import sentences, trace_counts
+from . import sentences
 
 TEXT = sentences.SENTENCE
 STRETCH = range(100, 140)  # tokens of running text that Figure 12 shows
@@ -100,6 +100,8 @@ def figure10_kv_skipping(outcomes: Sequence[Outcome], name: str) -> Figure:
 
 def held(record: Record) -> pd.DataFrame:
     """Per layer: `tokens` and `kv` entries of all prompts, and their share."""
+    from . import trace_counts  # reads traces, with torch: who plans or lists does not wait for it
+
     found = trace_counts.of_prompts(record, "tokens", "kv")
     return found.assign(entries_pct=100 * found["kv"] / found["tokens"])
 

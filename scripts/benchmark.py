@@ -410,7 +410,7 @@ def draw_break_even(frame: pd.DataFrame, o: Options) -> Figure:
                 saved, at = cell["time_saved_pct"], lines.index((cell["batch"], cell["sequence"]))
                 said = "·" if cell["verdict"] == "within noise" else f"{saved:+.0f}"
                 colour = "white" if abs(saved) > 50 else "black"
-                plot.text(names.index(cell["mechanism"]), at, said, ha="center", va="center", size=7, color=colour)
+                plot.text(names.index(cell["mechanism"]), at, said, ha="center", va="center", size=8, color=colour)
             plot.set_yticks(range(len(lines)), [f"{batch} × {sequence}" for batch, sequence in lines])
             plot.set_xticks(range(len(names)), names, rotation=60, ha="right")
             if shape == shapes[0]:

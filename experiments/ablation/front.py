@@ -147,7 +147,7 @@ def _found(frame: pd.DataFrame) -> Iterator[str]:
 FITTED = "fitted"
 PROMPT_ONLY = f"tuned.{fair_trial.PROMPT_ONLY}.25"
 BOTH = dict.fromkeys(("dense", "isolated.halting", PROMPT_ONLY, "position", "truncated"), "") | {
-    PROMPT_ONLY: "Paper: halting, tuned, prompt only"
+    PROMPT_ONLY: "Paper: halting, tuned to save at least 25%, prompt only"
 }
 # That of reference-gpt2's schedules.yaml for 40%: searched on calibration text before the second model was trained.
 SCHEDULE = "{drop_before:3,drop_share:0.196429,predict_before:10,protect_first:4,protect_last:32}"

@@ -406,6 +406,7 @@ def _ends_with_its_job() -> Iterator[None]:
 def _watched(board: Board, every_s: float = 5.0) -> Iterator[None]:
     """Within, say on stderr how far workers are, whenever that has changed, and once a minute what each of them does."""
     over, said, when = threading.Event(), "", time.monotonic()
+    labels = {run.number: board.sweep.manifest.label(run) for run in board.sweep.manifest.runs}
 
     def look() -> None:
         nonlocal said, when
@@ -419,7 +420,7 @@ def _watched(board: Board, every_s: float = 5.0) -> Iterator[None]:
                 when = time.monotonic()
                 for row in rows:
                     if row["state"] == "running":
-                        _err(f"  run {row['number']}: {row['where']}")
+                        _err(f"  {labels[row['number']]}: {row['where']}")
 
     watcher = threading.Thread(target=look, name="quicksilver-sweep", daemon=True)
     watcher.start()

@@ -95,12 +95,13 @@ def cut_among(how: str) -> int:
 def shared_by_replicas(how: str) -> Callable[[str], Callable[..., Iterator[Any]]]:
     """Of a pass over all windows, by its name: replicas of the model compute a block each, and get those of the others."""
 
-    def keep(blocks: Sequence[range], compute: Callable[[range], Any]) -> Iterator[Any]:
+    def keep(blocks: Sequence[range], compute: Callable[[range, int], Any]) -> Iterator[Any]:
         size = cut_among(how)
         replicas, me = processes() // size, rank() // size
         for first in range(0, len(blocks), replicas):
             given = blocks[first : first + replicas]
-            yield from gathered(compute(given[me]) if me < len(given) else None)[: size * len(given) : size]
+            mine = compute(given[me], blocks[first].start) if me < len(given) else None
+            yield from gathered(mine)[: size * len(given) : size]
 
     return lambda name: keep
 

@@ -45,7 +45,7 @@ class Board:
         self._outdated, self._written, self._took_s = False, float("-inf"), 0.0
 
     def rows(self, most: int | None = None) -> list[dict[str, Any]]:
-        """One row a run: `number`, `state`, its `settings` by key, numbers of its record, `where`, `since`, `error`, `fingerprint`.
+        """One row a run: `number`, `state`, its `settings` by key, numbers of its record, `where`, `left_s`, `since`, `error`, `fingerprint`.
 
         Args:
             most: the numbers of about so many records, spread evenly, are enough; None: of all.
@@ -71,6 +71,7 @@ class Board:
         }
         row["settings"] = dict(text.partition("=")[::2] for text in state.run.differing)
         row["where"] = "; ".join(told(*one) for one in state.making) or failure.get("host")
+        row["left_s"] = max((doing.get("left_s") or 0.0 for _, doing in state.making), default=0.0)
         row["since"] = state.making[0][0].since if state.making else failure.get("time")
         return row
 
@@ -101,7 +102,7 @@ class Board:
         doing += [f"{queued} job{'s' * (queued > 1)} in the queue"] if queued else []
         # A run that was there before the sweep says how long one takes as well.
         left_s = time_left_s(left, [row["seconds"] for row in rows if "seconds" in row], workers) if workers else None
-        doing += [f"about {duration(left_s)} left"] if left_s else []
+        doing += [f"about {duration(max(left_s, *(row['left_s'] for row in rows)))} left"] if left_s else []
         return f"{self.sweep.manifest.name}: {', '.join(said)}; {', '.join(doing)}"
 
     def text(self, width: int | None = None) -> str:

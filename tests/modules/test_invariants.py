@@ -157,7 +157,10 @@ def test_where_its_dial_stands_at_nothing_a_module_is_the_dense_model(name: str,
 @pytest.mark.parametrize(("name", "family"), diagonal(MODULES, tiny.unlike_first(tiny.FAMILIES), n=2 * len(MODULES)))
 def test_masked_and_a_replay_from_a_file_are_the_run_which_is_not_the_dense_one(name: str, family: str, tmp_path: Path) -> None:
     model, module, chunks = model_for(name, family), MODULES[name](), [20, 7, 1]
-    run, dense = (tiny.forward(model, RAGGED, modules, chunks=chunks) for modules in ([module], []))
+    with tiny.unless_blind(model) as blind:
+        run, dense = (tiny.forward(model, RAGGED, modules, chunks=chunks) for modules in ([module], []))
+    if blind:
+        pytest.skip("skipping leaves a token of a sliding window without a key, which eager attention refuses")
     logits = RAGGED.real(run.logits)
     assert max(float((a - b).abs().max()) for a, b in zip(logits, RAGGED.real(dense.logits), strict=True)) > 0.01
     assert run.run.kv_bytes.billed == run.run.kv_bytes.resident

@@ -92,7 +92,7 @@ def cut_among(how: str) -> int:
     return int(how.partition(":")[2] or processes())
 
 
-def shared_by_replicas(how: str) -> Callable[[str], Callable[..., Iterator[Any]]]:
+def shared_by_replicas(how: str) -> Callable[[str], Callable[[Sequence[range], Callable[[range, int], Any]], Iterator[Any]]]:
     """Of a pass over all windows, by its name: replicas of the model compute a block each, and get those of the others."""
 
     def keep(blocks: Sequence[range], compute: Callable[[range, int], Any]) -> Iterator[Any]:

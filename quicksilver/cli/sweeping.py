@@ -467,7 +467,7 @@ def work_through(
                 left_s = time_left_s(left, seconds)
                 if not sys.stderr.isatty():
                     shared = ", shared with another worker," if run.fingerprint in sweep.store.in_the_making() else ""
-                    _err(f"{label}{shared} begins{f', about {duration(left_s)} left' if left_s else ''}")
+                    _err(f"{label}{shared} begins{f', about {duration(left_s)} left for all' if left_s else ''}")
                 if together:
                     parallel.broadcast_from_rank0(run.number)
                 names = {} if run.fingerprint is None else {run.fingerprint: label}

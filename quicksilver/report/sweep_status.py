@@ -70,8 +70,7 @@ class Board:
             "error": failure.get("error"),
         }
         row["settings"] = dict(text.partition("=")[::2] for text in state.run.differing)
-        row["where"] = "; ".join(told(*one) for one in state.making) or failure.get("host")
-        row["left_s"] = max((doing.get("left_s") or 0.0 for _, doing in state.making), default=0.0)
+        row["where"], row["left_s"] = shared(state.making) if state.making else (failure.get("host"), 0.0)
         row["since"] = state.making[0][0].since if state.making else failure.get("time")
         return row
 
@@ -102,7 +101,10 @@ class Board:
         doing += [f"{queued} job{'s' * (queued > 1)} in the queue"] if queued else []
         # A run that was there before the sweep says how long one takes as well.
         left_s = time_left_s(left, [row["seconds"] for row in rows if "seconds" in row], workers) if workers else None
-        doing += [f"about {duration(max(left_s, *(row['left_s'] for row in rows)))} left"] if left_s else []
+        of_runs = [row["left_s"] for row in rows if row["state"] == "running"]
+        if not counts["waiting"] and all(of_runs):
+            left_s = max(of_runs)
+        doing += [f"about {duration(max(left_s, *of_runs, 0.0))} left"] if left_s else []
         return f"{self.sweep.manifest.name}: {', '.join(said)}; {', '.join(doing)}"
 
     def text(self, width: int | None = None) -> str:
@@ -178,7 +180,10 @@ class Board:
 
 def status(results_dir: Path | str) -> str:
     """What is at work below a results folder: sweeps that are not over, with the runs that are being made, and runs of no sweep."""
-    lines, seen = [], set[str]()
+    lines, seen, making = [], set[str](), dict[str, list[tuple[lease.Holder, Mapping[str, Any]]]]()
+    for fingerprint, who, doing in Store(results_dir).at_work():
+        making.setdefault(fingerprint, []).append((who, doing))
+    busy = {(who.host, who.pid) for members in making.values() for who, _ in members}
     for name in names(results_dir):
         board = Board(Sweep.load(results_dir, name))
         states = board.sweep.states()
@@ -187,13 +192,22 @@ def status(results_dir: Path | str) -> str:
             lines.append(board.headline(rows := board.rows(most=50)))
             runs = {run.number: board.sweep.manifest.label(run) for run in board.sweep.manifest.runs}
             lines += [f"  {runs[row['number']]}: {row['where']}" for row in rows if row["state"] == "running"]
-            busy = {(who.host, who.pid) for state in states for who, _ in state.making}
             idle = (who for who in board.sweep.workers() if (who.host, who.pid) not in busy)
-            lines += [f"  between runs, loading, or at the dense run: {told(who, {})}" for who in idle]
-    for fingerprint, who, doing in Store(results_dir).at_work():
+            lines += [f"  loading, or between two runs: {told(who, {})}" for who in idle]
+    for fingerprint, members in making.items():
         if fingerprint not in seen:
-            lines.append(f"{doing.get('label', fingerprint)}: {told(who, doing)}")
+            label = next((str(doing["label"]) for _, doing in members if doing.get("label")), fingerprint)
+            lines.append(f"{label}: {shared(members)[0]}")
     return "\n".join(lines) or f"Nothing is at work below {results_dir}."
+
+
+def shared(making: Sequence[tuple[lease.Holder, Mapping[str, Any]]]) -> tuple[str, float]:
+    """How far a run is and who makes it, and the seconds left. Of several processes the one that has most windows says how far; the shortest time left
+    counts, since each says it as if it were alone."""
+    who, doing = max(making, key=lambda one: (one[1].get("windows") or (0, 0))[0])
+    left_s = min((its["left_s"] for _, its in making if its.get("left_s")), default=0.0)
+    others = (f"with {other.host}, process {other.pid}" for other, _ in making if other is not who)
+    return "; ".join((told(who, {**doing, "left_s": left_s}), *others)), left_s
 
 
 def told(who: lease.Holder, doing: Mapping[str, Any]) -> str:

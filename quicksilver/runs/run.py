@@ -244,7 +244,7 @@ def make(
 
 @dataclass
 class _Reporter:
-    """Turns phases of one run into the fraction of all runs, and writes them into its draft, at most once a second."""
+    """Turns phases of one run into the fraction of all runs, and writes them into its draft, once a second at most and where the phase changes."""
 
     callback: Callable[[Progress], None] | None
     run: int
@@ -255,6 +255,7 @@ class _Reporter:
     _first: tuple[float, float] | None = None  # time and share of the run at its first window here
     _pass: tuple[str, float, int] = ("", 0.0, 0)  # phase, time and windows where the present pass began here
     _wrote: float = -math.inf
+    _written: str = ""  # the phase that the draft says
 
     def __call__(self, phase: str, done: float, windows: tuple[int, int] | None = None) -> None:
         """done: share of this run, 0 to 1; windows: of this pass, done and in all."""
@@ -270,8 +271,8 @@ class _Reporter:
         said = Progress(self.run, self.runs, self.label, phase, (self.run + self.reached) / self.runs, windows, per_s, left_s)
         if self.callback is not None:
             self.callback(said)
-        if self.draft is not None and now - self._wrote >= 1:
-            self._wrote = now
+        if self.draft is not None and (now - self._wrote >= 1 or phase != self._written):
+            self._wrote, self._written = now, phase
             who = {"host": host_name(), "pid": os.getpid(), "job": job(), "time": _now()}
             self.draft.progress({**dataclasses.asdict(said), "run_fraction": self.reached, **who})
 

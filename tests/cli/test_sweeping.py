@@ -277,7 +277,7 @@ def test_from_outside_one_sees_how_far_each_run_is_and_who_makes_it(words, resul
         assert prints("status", f"results_dir={results}").out == "depths: 1 of 3 done, 2 waiting; its workers start\n"
         with depths.at_work():  # one that loads its model
             idle = prints("status", f"results_dir={results}").out.splitlines()[1]
-    assert idle == f"  between runs, loading, or at the dense run: {lease.host_name()}, process {os.getpid()}"
+    assert idle == f"  loading, or between two runs: {lease.host_name()}, process {os.getpid()}"
     assert sweep(*words, *DEPTHS, "name=depths") == 0
     assert f"Nothing is at work below {results}." in prints("status", f"results_dir={results}").out
 
@@ -286,14 +286,24 @@ def test_all_processes_that_share_a_run_are_named(sweep_folder, capsys):
     results, shared = sweep_folder.parents[1], "0" * 20
     store = Store(results)
     with store.draft(shared) as one, store.draft(shared) as other:
-        one.progress({"phase": "quality", "windows": [3, 9], "label": "tiny"})
-        other.progress({"phase": "quality", "windows": [6, 9], "label": "tiny"})
+        one.progress({"phase": "quality", "windows": [3, 9], "label": "tiny", "left_s": 40.0})
+        other.progress({"phase": "quality", "windows": [6, 9], "label": "tiny", "left_s": 20.0})
         assert console.main(["status", f"results_dir={results}"]) == 0
         (other.folder / "progress.json").write_text("[")
         assert console.main(["status", f"results_dir={results}"]) == 0
     said = capsys.readouterr().out
-    assert [f"tiny: quality, window {k} of 9 | {lease.host_name()}" in said for k in (3, 6)] == [True, True]
-    assert f"{shared}: {lease.host_name()}, process" in said
+    me = f"{lease.host_name()}, process {os.getpid()}"  # the one that has most windows says how far the run is
+    far = [f"tiny: quality, window {k} of 9, about {left} s left | {me}; with {me}\n" for k, left in ((6, 20), (3, 40))]
+    assert [one in said for one in far] == [True, True]
+
+
+def test_once_no_run_waits_a_sweep_takes_as_long_as_its_longest_run(sweep_folder):
+    board = Board(Sweep.load(sweep_folder.parents[1], "depths"))
+    done, waiting = {"state": "done", "seconds": 100.0, "left_s": 0.0}, {"state": "waiting", "left_s": 0.0}
+    running = [{"state": "running", "left_s": left_s} for left_s in (10.0, 30.0)]
+    with board.sweep.at_work():
+        assert board.headline([done, done, *running]).endswith("about 30 s left")
+        assert board.headline([done, done, *running, waiting]).endswith("about 5 min left")
 
 
 def test_the_page_reads_a_sweep_with_pandas(made):

@@ -369,7 +369,8 @@ def make_side_by_side(jobs: Sequence[Job], workers: int | None = None, *, watch:
                 left = [step for step in steps.values() if not step.done]
                 if report is not None and left:
                     done = len(steps) - len(left)
-                    report(Progress(done, len(steps), left[0].config.label, "side by side", done / len(steps)))
+                    phase = f"{min(count, len(work))} workers, {done} of {len(steps)} runs done"
+                    report(Progress(done, len(steps), left[0].config.label, phase, done / len(steps)))
         except BaseException:
             for process in multiprocessing.active_children():
                 process.terminate()  # records are whole or not there; the next call goes on

@@ -306,7 +306,8 @@ def test_once_no_run_waits_a_sweep_takes_as_long_as_its_longest_run(sweep_folder
         assert board.headline([done, done, *running, waiting]).endswith("about 5 min left")
 
 
-def test_the_page_reads_a_sweep_with_pandas(made):
+def test_the_page_reads_and_draws_a_sweep_with_pandas(made, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     page = (Path(__file__).resolve().parents[2] / "docs" / "sweeps-and-budgets.md").read_text(encoding="utf-8")
     source = page.partition("```python\n")[2].partition("```")[0]
     source = source.replace("results/sweeps/thresholds", f"{made[0]}/sweeps/depths").replace('"results"', repr(str(made[0])))
@@ -314,6 +315,7 @@ def test_the_page_reads_a_sweep_with_pandas(made):
     exec(source, names)
     assert list(names["runs"]["number"]) == [1, 2, 3]
     assert names["saved_pct"].gt(0).all()
+    assert (tmp_path / "sweep.png").stat().st_size > 1000
 
 
 def test_only_processes_that_live_are_at_work(sweep_folder):

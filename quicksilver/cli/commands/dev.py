@@ -88,7 +88,7 @@ class Keep(ResultsFolder):
         if too_large := set(wanted) - {folder.name for folder in kept}:
             print(f"{len(too_large)} records are too large to be kept.")
         then = (
-            f"commit {root / KEPT} in a clone, and attach your method's file, and the yaml that modules= names, to the pull request"
+            f"commit {root / KEPT}, in a clone of the project, and attach your method's file, and the yaml that modules= names, to the pull request"
             if self.add
             else "quicksilver reproduce all"
         )

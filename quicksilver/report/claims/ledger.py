@@ -11,7 +11,7 @@ import re
 import shlex
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -61,19 +61,8 @@ _CHANCE = {-1: "better than chance", 0: "no better than chance", 1: "worse than 
 _ZERO = "dense inference itself: zero by definition"
 COLUMNS = [
     *("panel", "section", "kind", "claim", "counted_as", "place", "quote", "reported", "target_low", "target_high", "unit"),
-    *(
-        "measured",
-        "measured_low",
-        "measured_high",
-        "noise_floor",
-        "protocol",
-        "execution",
-        "lookahead",
-        "versus_null",
-        "verdict",
-        "tuned",
-    ),
-    *("elsewhere", "why", "note", "timed", "artefact", "command", "run", "model", "weights_digest", "data", "windows"),
+    *("measured", "measured_low", "measured_high", "noise_floor", "protocol", "execution", "lookahead", "versus_null", "verdict"),
+    *("tuned", "elsewhere", "why", "note", "timed", "artefact", "command", "run", "model", "weights_digest", "data", "windows"),
     *("token_digest", "gpu", "record", "dense_record", "against"),
 ]
 _NUMBERS = ("target_low", "target_high", "measured", "measured_low", "measured_high", "noise_floor", "lookahead")
@@ -380,15 +369,13 @@ def _floor(column: str, record: Record, outcomes: Mapping[str, Outcome], process
 
 def saved_pct(record: Record, dense: Record, column: str) -> Estimate:
     """What a run spared of a sum over windows (`paper_flops`), in percent of dense, with a paired bootstrap interval."""
-    return _saved_pct(record.path, dense.path, column)
-
-
-@cache
-def _saved_pct(folder: Path, dense_folder: Path, column: str) -> Estimate:
-    ours, theirs = (load_record(one).windows[["window", column]] for one in (folder, dense_folder))
+    ours, theirs = (one.windows[["window", column]] for one in (record, dense))
     both = ours.merge(theirs, on="window", suffixes=("", "_dense"))
-    spared = bootstrap(lambda ours, theirs: 100 * (1 - ours.sum(-1) / theirs.sum(-1)), both[column], both[f"{column}_dense"])
-    return Estimate(*map(float, spared))
+    return Estimate(*map(float, bootstrap(_spared_pct, both[column], both[f"{column}_dense"])))
+
+
+def _spared_pct(ours: Any, theirs: Any) -> Any:  # has a name, so that `bootstrap` finds its intervals again
+    return 100 * (1 - ours.sum(-1) / theirs.sum(-1))
 
 
 # --- the ledger -------------------------------------------------------------------------------------------------------------------
@@ -531,12 +518,8 @@ def _judged(claim: _Claim, answer: AnsweredBy, outcome: Outcome, record: Record,
             row |= dict(versus_null=_CHANCE[sign], versus_null_p=against["versus_null_p"])
     row |= dict(protocol=record.protocol.name, execution=record.execution, lookahead=record.lookahead)
     row |= dict(model=record.model.name, weights_digest=record.model.weights_digest[:SHORT])
-    row |= dict(
-        data=record.data.name,
-        windows="" if answer.is_computed else str(record.data.windows),
-        token_digest=record.data.token_digest[:SHORT],
-        gpu=record.environment.gpu,
-    )
+    row |= dict(data=record.data.name, token_digest=record.data.token_digest[:SHORT], gpu=record.environment.gpu)
+    row["windows"] = "" if answer.is_computed else str(record.data.windows)
     return row | dict(record=record.fingerprint, dense_record=dense.fingerprint if dense else None)
 
 
@@ -591,12 +574,9 @@ def ledger(sources: Sequence[Source], name: str = "claims", others: Mapping[str,
     outcomes = standing(rows)
     measured = rows[rows["record"] != ""]
     on = f" on {measured['model'].mode().iat[0]} and {measured['data'].mode().iat[0]}" if len(measured) else ""
-    title = (
-        f"The claims of arXiv 2506.22396{on}: {len(outcomes)} outcomes, each counted once: {_said(Counter(outcomes.values()))}"
-    )
+    title = f"The claims of arXiv 2506.22396{on}: {len(outcomes)} outcomes, each counted once: {_said(outcomes.values())}"
     for label, found in elsewhere.items():
-        same = {claim: verdict for claim, verdict in found.items() if claim in outcomes}
-        title += f". {label}: {_said(Counter(same.values()))}"
+        title += f". {label}: {_said(verdict for claim, verdict in found.items() if claim in outcomes)}"
     if elsewhere:
         holds = [sum(found.get(claim) == VERDICTS[0] for found in (outcomes, *elsewhere.values())) for claim in outcomes]
         title += f". Reproduced on all {1 + len(elsewhere)} pairs of model and text: {holds.count(1 + len(elsewhere))}; on at least one: {sum(map(bool, holds))}"
@@ -704,14 +684,24 @@ def _outcome(claim: str) -> str:
 
 def _counts(rows: pd.DataFrame) -> str:
     """Of one panel; an outcome counts where its number is printed first."""
-    outcomes, settings = standing(rows), int((rows["kind"] == SETTING).sum())
-    here, others = set(rows["claim"]), rows.loc[~rows["kind"].isin(("claim", SETTING)), "verdict"]
-    return _said(Counter([*(one for claim, one in outcomes.items() if claim in here), *others])) or f"{settings} settings"
+    others = rows.loc[~rows["kind"].isin(("claim", SETTING)), "verdict"]
+    return _said([*outcomes_of(rows), *others]) or f"{(rows['kind'] == SETTING).sum()} settings"
 
 
-def _said(counts: Counter[str]) -> str:
-    order = dict.fromkeys((*VERDICTS, *counts))
-    return ", ".join(f"{counts[word]} {word}" for word in order if counts[word])
+def outcomes_of(rows: pd.DataFrame) -> list[str]:
+    """The verdicts on the outcomes whose number is printed first in one of these rows."""
+    here = set(rows["claim"])
+    return [verdict for claim, verdict in standing(rows).items() if claim in here]
+
+
+def counted(verdicts: Iterable[str]) -> list[tuple[str, int]]:
+    """How many there are of each, in the ledger's order."""
+    counts = Counter(verdicts)
+    return [(verdict, counts[verdict]) for verdict in dict.fromkeys((*VERDICTS, *counts)) if counts[verdict]]
+
+
+def _said(verdicts: Iterable[str]) -> str:
+    return ", ".join(f"{count} {verdict}" for verdict, count in counted(verdicts))
 
 
 def _notes(rows: pd.DataFrame) -> tuple[str, ...]:

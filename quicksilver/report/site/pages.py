@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from importlib.resources import files
@@ -27,7 +26,7 @@ from quicksilver.records.archive import ENTRY
 from quicksilver.records.record import EVENTS, Record, frame_of
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.claims.ledger import VERDICTS, standing
+from quicksilver.report.claims.ledger import counted, outcomes_of
 from quicksilver.report.site.collection import Collection, NamedRecord, Piece, Problem, flat, grouped
 from quicksilver.report.site.leaderboard import boards
 from quicksilver.report.site.views import bokeh_script, generated_texts, sweeps, token_views, windows_chart
@@ -177,7 +176,10 @@ class Site:
             trim_blocks=True, lstrip_blocks=True, autoescape=True, undefined=jinja2.StrictUndefined, loader=loader
         )
         environment.filters |= dict(signed=signed, json=_json, digits=_digits, value=_value, prose=prose, lines=cell_lines)
-        environment.filters |= dict(of_paper=of_paper, best=best, counted=counted, outcomes=outcomes)
+        environment.filters |= dict(of_paper=of_paper, best=best)
+        # Of rows of the ledger, how many have each verdict; and how many outcomes.
+        environment.filters["counted"] = lambda rows: counted(row["verdict"] for row in rows)
+        environment.filters["outcomes"] = lambda rows: counted(outcomes_of(pd.DataFrame(rows))) if rows else []
         environment.filters["slug"] = lambda text: re.sub(r"\W+", "-", text.lower()).strip("-")
         environment.filters["grouped"] = lambda problems: without_folders(grouped(problems))
         return environment
@@ -191,20 +193,6 @@ def _about(records: Sequence[Record]) -> str:
     machines = sorted({record.environment.gpu or record.environment.cpu for record in records})
     under = f"under the protocol{'s' if len(protocols) > 1 else ''} {', '.join(protocols)}, made on {', '.join(machines)}"
     return f"{len(records)} records of {', '.join(models)} on {', '.join(texts)}, {under}. Each page says which it shows."
-
-
-def counted(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
-    """How many rows of the ledger have each verdict, in the ledger's order."""
-    counts = Counter(row["verdict"] for row in rows)
-    return [(verdict, counts[verdict]) for verdict in dict.fromkeys((*VERDICTS, *counts)) if counts[verdict]]
-
-
-def outcomes(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
-    """How many outcomes have each verdict; one counts where its number is printed first."""
-    if not rows:
-        return []
-    here = {row["claim"] for row in rows}
-    return counted([{"verdict": verdict} for claim, verdict in standing(pd.DataFrame(rows)).items() if claim in here])
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------------------

@@ -523,17 +523,16 @@ def frame_of(records: Sequence[Record]) -> pd.DataFrame:
 
     contents = (record.content for record in records)
     rows = [flat({k: v for k, v in one.items() if k not in ("identity", archive.ENTRY, CHECKSUM)}) for one in contents]
+    rows = [{k: v for k, v in row.items() if not isinstance(v, list | dict)} for row in rows]
     if not rows:
         return pd.DataFrame(index=pd.Index([], name="fingerprint"))
     return pd.DataFrame(rows).sort_values("started", kind="stable").set_index("fingerprint")
 
 
 def flat(entries: Mapping[str, Any], separator: str = ".", prefix: str = "") -> dict[str, Any]:
-    """The entries with nested ones under joined names, without lists."""
+    """The entries with nested ones under joined names, `modules.halting.tau_drift`; lists, and what has no entry, are values."""
     found: dict[str, Any] = {}
     for key, value in entries.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, separator, f"{prefix}{key}{separator}")
-        elif not isinstance(value, list):
-            found[f"{prefix}{key}"] = value
+        nested = isinstance(value, Mapping) and value
+        found |= flat(value, separator, f"{prefix}{key}{separator}") if nested else {f"{prefix}{key}": value}
     return found

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from quicksilver.files import fingerprint_of, plain_name
 from quicksilver.records import archive
-from quicksilver.records.record import Record
+from quicksilver.records.record import Record, flat
 from quicksilver.records.stats import MIN_WINDOWS
 from quicksilver.records.store import KEPT, Store
 from quicksilver.report.artefacts import Artefact, artefacts
@@ -331,20 +331,11 @@ class Collection:
     def note(self, pieces: Sequence[Piece], where: str, what: str, *, absent: bool = False) -> Problem:
         """Note what is missing, here and on the pages of `pieces`; the first one's command makes it."""
         remedy = f"To make it: {pieces[0].command}" if pieces and pieces[0].command else ""
-        problem = Problem(
-            where, what.replace(f"{self.root}/", ""), remedy, absent
-        )  # where results lie must not show on the pages
+        what = what.replace(f"{self.root}/", "")  # where results lie must not show on the pages
+        problem = Problem(where, what, remedy, absent)
         for problems in (self.problems, *(piece.problems for piece in pieces)):
             problems.append(problem)
         return problem
-
-
-def flat(entries: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one level, `modules.halting.tau_drift` to its value."""
-    found: dict[str, Any] = {}
-    for key, value in entries.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
-    return found
 
 
 def printed(config: Mapping[str, Any]) -> dict[str, str]:

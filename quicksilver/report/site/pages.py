@@ -23,11 +23,11 @@ from tqdm import tqdm
 from quicksilver.files import publish
 from quicksilver.measure.measurement import encoded
 from quicksilver.records.archive import ENTRY
-from quicksilver.records.record import EVENTS, Record, frame_of
+from quicksilver.records.record import EVENTS, Record, flat, frame_of
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import counted, outcomes_of
-from quicksilver.report.site.collection import Collection, NamedRecord, Piece, Problem, flat, grouped
+from quicksilver.report.site.collection import Collection, NamedRecord, Piece, Problem, grouped
 from quicksilver.report.site.leaderboard import boards
 from quicksilver.report.site.views import bokeh_script, generated_texts, sweeps, token_views, windows_chart
 from quicksilver.report.table import PrintedPanel, amount, signed, without_folders

@@ -117,10 +117,6 @@ class Figure:
         _in_few_colours(whole).save(content, "PNG", optimize=True, pnginfo=about)
         return content.getvalue()
 
-    def csv(self) -> str:
-        """The drawn data, 8 significant digits."""
-        return csv(self.frame)
-
     def written(self) -> Written:
         """What is written, as data; the rows of a long frame stand in the CSV alone."""
         rows, (caption, legend) = values(self.frame) if len(self.frame) <= _MOST_ROWS else (), self.shown()
@@ -134,7 +130,7 @@ class Figure:
         """
         if not svg:
             (folder / f"{self.name}.svg").unlink(missing_ok=True)
-        contents = {"png": self.png(), "csv": self.csv().encode(), "json": self.written().json(), **self.extras}
+        contents = {"png": self.png(), "csv": csv(self.frame).encode(), "json": self.written().json(), **self.extras}
         contents |= {"svg": self.svg()} if svg else {}
         return write_files(folder, {f"{self.name}.{suffix}": content for suffix, content in contents.items()})
 
@@ -276,6 +272,7 @@ def percent_of_shares(shares: Any) -> np.ndarray:
 
 
 _STROKE_STEP = 4.0  # pixels
+_NAMES_APART = 0.062  # at least, as a share of the height of the axes
 
 
 def heat_look(values: np.ndarray, *, signed: bool = True) -> dict[str, Any]:
@@ -316,41 +313,32 @@ def legend_below(drawing: Drawing, handles: Sequence[Any], **options: Any) -> No
     legend.set_bbox_to_anchor((0, 0, 1, 1), drawing.transFigure)
 
 
-def label_ends(plot: Axes, ends: Sequence[tuple[float, float, str, str]], gap: float = 0.062) -> None:
+def label_ends(plot: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
     """Write each line's name to the right of the axes, at the height of its last point, and join the two; names never cover each other.
 
     Args:
         ends: x and y of the last point, the name, its colour. Limits and scales of `plot` must be final.
-        gap: least distance of two names, as a share of the axes' height.
     """
+    from scipy.optimize import isotonic_regression
+
     plot.get_xlim(), plot.get_ylim()  # limits are worked out when they are asked for
     to_axes = plot.transScale + plot.transLimits
-    points = []
-    for x, y, text, colour in ends:
-        across, up = map(float, to_axes.transform((x, y)))
-        points.append((up, across, text, colour))
-    points.sort()
-    for (up, across, text, colour), height in zip(points, spread([up for up, *_ in points], gap), strict=True):
+    points = sorted((*reversed(to_axes.transform((x, y)).tolist()), text, colour) for x, y, text, colour in ends)
+    least = _NAMES_APART * np.arange(len(points))
+    # Moved as little as need be, so that neighbours are far enough apart (least squares).
+    heights = isotonic_regression(np.array([up for up, *_ in points]) - least).x + least
+    for (up, across, text, colour), height in zip(points, heights, strict=True):
         plot.annotate(
             text, (across, up), (1.03, height), "axes fraction", "axes fraction", color=colour, va="center", annotation_clip=False,
             arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkA": 1, "shrinkB": 2, "alpha": 0.6, "relpos": (0, 0.5)},
         )  # fmt: skip
 
 
-def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Ascending places moved as little as need be, so that neighbours are at least `gap` apart (least squares)."""
-    from scipy.optimize import isotonic_regression
-
-    least = gap * np.arange(len(places))
-    return list(isotonic_regression(np.asarray(places) - least).x + least)
-
-
-def label_points(drawing: Drawing, labels: Mapping[Axes, Sequence[tuple[float, float, str]]], size: float = LETTERS) -> None:
+def label_points(drawing: Drawing, labels: Mapping[Axes, Sequence[tuple[float, float, str]]]) -> None:
     """Write a text beside each point, where it covers no other text, point or legend of its axes; farther away, with a line, where it is tight.
 
     Args:
         labels: axes to x, y and text of its points. Everything else must be drawn already: places depend on the layout.
-        size: of the text in points.
     """
     from matplotlib.transforms import Bbox
 
@@ -361,18 +349,18 @@ def label_points(drawing: Drawing, labels: Mapping[Axes, Sequence[tuple[float, f
         taken = [] if legend is None else [legend.get_window_extent()]
         at = [plot.transData.transform((x, y)) for x, y, _ in points]
         strokes = _strokes(plot)
-        dot = size * drawing.dpi / 72 / 3
+        dot = LETTERS * drawing.dpi / 72 / 3
         taken += [Bbox.from_extents(x - dot, y - dot, x + dot, y + dot) for x, y in at]
         for own, (x, y, text) in zip(at, points, strict=True):
             look: dict[str, Any] = {"textcoords": "offset points", "in_layout": False}
-            written = plot.annotate(text, (x, y), (0, 0), fontsize=size, va="bottom", annotation_clip=False, **look)
+            written = plot.annotate(text, (x, y), (0, 0), fontsize=LETTERS, va="bottom", annotation_clip=False, **look)
             box = written.get_window_extent()
-            place = _free_place(own, box.width, box.height, size * drawing.dpi / 72, taken, strokes, plot.bbox)
+            place = _free_place(own, box.width, box.height, LETTERS * drawing.dpi / 72, taken, strokes, plot.bbox)
             taken.append(Bbox.from_bounds(*place, box.width, box.height))
             across, up = (np.array(place) - own) * 72 / drawing.dpi
             half = np.array([box.width, box.height]) * 36 / drawing.dpi
             written.set_position((float(across), float(up)))
-            if max(abs(np.array([across, up]) + half)) > 3 * size:
+            if max(abs(np.array([across, up]) + half)) > 3 * LETTERS:
                 arrow = {"arrowstyle": "-", "color": GREY, "linewidth": 0.4, "shrinkA": 0, "shrinkB": 2}
                 near = float(np.clip(0, across, across + 2 * half[0])), float(np.clip(0, up, up + 2 * half[1]))
                 plot.annotate("", (x, y), near, arrowprops=arrow, **look)

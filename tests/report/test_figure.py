@@ -28,7 +28,7 @@ from quicksilver.report.figure import (
     whiskers,
     write_cells,
 )
-from quicksilver.report.table import COLOUR_MAP
+from quicksilver.report.table import COLOUR_MAP, csv
 from quicksilver.runtime.errors import ConfigError
 
 
@@ -59,7 +59,7 @@ def test_the_same_data_gives_the_same_bytes(tmp_path):
     assert "5 rows of layer, share" in text
     assert max(map(len, text.splitlines())) <= 40
     long = dataclasses.replace(figure(), frame=pd.DataFrame({"value": range(501), "record": "a" * 20}))  # stands in the CSV alone
-    assert (long.written().rows, long.written().records, len(long.csv().splitlines())) == ((), ("a" * 20,), 502)
+    assert (long.written().rows, long.written().records, len(csv(long.frame).splitlines())) == ((), ("a" * 20,), 502)
     (*_, vector) = figure().write(tmp_path / "c", svg=True)  # on demand
     assert vector.name == "figure04.svg"
     assert vector not in figure().write(tmp_path / "c")

@@ -7,7 +7,7 @@ once under the modules. Row ℓ of an array is layer ℓ counted from 1; row 0 i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -202,13 +202,11 @@ def _captured(arch: Architecture) -> Iterator[list[torch.Tensor]]:
     def entering(_: Any, args: tuple, kwargs: dict) -> None:
         states.append(args[0] if args else kwargs["hidden_states"])
 
-    handles = [arch.layers[0].register_forward_pre_hook(entering, with_kwargs=True)]
-    handles += [layer.register_forward_hook(lambda _, args, output: states.append(output)) for layer in arch.layers]
-    try:
+    with ExitStack() as hooks:
+        hooks.callback(arch.layers[0].register_forward_pre_hook(entering, with_kwargs=True).remove)
+        for layer in arch.layers:
+            hooks.callback(layer.register_forward_hook(lambda _, args, output: states.append(output)).remove)
         yield states
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _carriers(trace: PassTrace, row: int) -> torch.Tensor:

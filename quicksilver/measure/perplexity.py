@@ -362,21 +362,18 @@ def _scored(
             "tokens": protocol.scored_tokens,
             "bytes": None if token_bytes is None else int(token_bytes[scored[i]].sum()),
             **{name: of_windows[i] for name, of_windows in columns.items()},
-            **_columns(sum((call[i] for call in ledgers), Flops())),
+            **ledger_columns(sum((call[i] for call in ledgers), Flops())),
         }
         if protocol.name == "continuation":
-            row |= {f"prompt_{name}": value for name, value in _columns(ledgers[0][i]).items()}
+            row |= {f"prompt_{name}": value for name, value in ledger_columns(ledgers[0][i]).items()}
         rows.append(row)
     return rows
 
 
-def _columns(flops: Flops) -> dict[str, int]:
-    return {
-        "executed_flops": flops.executed,
-        "nominal_flops": flops.nominal,
-        "paper_flops": flops.paper,
-        "signal_flops": flops.signals,
-    }
+def ledger_columns(flops: Flops) -> dict[str, int]:
+    """The ledgers as columns of a frame."""
+    found = {"executed": flops.executed, "nominal": flops.nominal, "paper": flops.paper, "signal": flops.signals}
+    return {f"{name}_flops": count for name, count in found.items()}
 
 
 def check_finite(finite: torch.Tensor, first_window: int, protocol: Protocol, model: PreTrainedModel) -> None:

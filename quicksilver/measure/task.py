@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from quicksilver.runtime.run import Run
 
 EXAMPLES = "examples.parquet"
-LEDGERS = ("executed", "nominal", "paper", "signal")
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,8 @@ class Task(Measurement):
         name, score = next(iter(scores.items()))
         most = frame["gold"].mode().iloc[0]
         majority = scored(task.metrics, frame["gold"], [most] * len(frame), groups)[name]
-        sums = {column: int(frame[column].sum()) for column in ("truncated", "tokens", *(f"{of}_flops" for of in LEDGERS))}
+        summed = ("truncated", "tokens", *(name for name in frame if name.endswith("_flops")))
+        sums = {column: int(frame[column].sum()) for column in summed}
         return TaskResult(
             name, score, scores, majority, len(frame), deciding_depth=float(frame["deciding_depth"].mean()), **sums,
             evaluated=None if evaluated is None else evaluated(frame["gold"], frame["prediction"]),
@@ -204,6 +204,8 @@ def _answered(model: Any, run: Run, batch: Sequence[Encoded], classes: Sequence[
     """One row an example of the batch; classes: as `label_classes` gives them."""
     import torch
 
+    from quicksilver.measure.perplexity import ledger_columns
+
     run.reset()  # a ledger and a trace of this batch alone
     prompts = torch.tensor([one.prompt for one in batch], device=model.device)  # (B, N)
     if classes is None:
@@ -226,19 +228,11 @@ def _answered(model: Any, run: Run, batch: Sequence[Encoded], classes: Sequence[
         if classes is None and not one.is_one_word:
             rest = [_rest(model, output.past_key_values, choice) for choice in one.choices]
             likelihoods = [first + more for first, more in zip(likelihoods, rest, strict=True)]
-        rows.append(
-            {
-                "example": one.number,
-                "prediction": float(max(range(len(likelihoods)), key=likelihoods.__getitem__)),
-                "log_likelihoods": likelihoods,
-                "tokens": len(one.prompt),
-                "truncated": one.truncated,
-                "deciding_depth": int(depths[place]),  # type: ignore[index]
-            }
-        )
-    flops = run.flops
-    totals = zip(LEDGERS, (flops.executed, flops.nominal, flops.paper, flops.signals), strict=True)
-    share = {f"{name}_flops": total / len(rows) for name, total in totals}  # of every row the same: prompts are equally long
+        best, depth = float(max(range(len(likelihoods)), key=likelihoods.__getitem__)), int(depths[place])  # type: ignore[index]
+        row = {"example": one.number, "prediction": best, "log_likelihoods": likelihoods, "tokens": len(one.prompt)}
+        rows.append(row | {"truncated": one.truncated, "deciding_depth": depth})
+    # Of every row the same: prompts are equally long.
+    share = {name: total / len(rows) for name, total in ledger_columns(run.flops).items()}
     return [row | share for row in rows]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from quicksilver.measure.latency import gc_paused
 from quicksilver.measure.measurement import Measurement, Result
@@ -203,32 +203,23 @@ class Memory(Measurement):
     windows_speak = True
 
     def run(self, bench: Bench) -> MemoryResult:
-        dense = None
-        if bench.modules:
-            dense = _weighed(bench, (), None if bench.dense is None else bench.dense.peak_tensor_bytes)
-        ours = _weighed(bench, bench.modules)
-        dense = dense or ours  # a dense run is its own
+        known = None if bench.dense is None else bench.dense.peak_tensor_bytes
+        of_dense = _weighed(bench, (), known) if bench.modules else None
+        peak, tensors, cache, saved = ours = _weighed(bench, bench.modules)
+        dense_peak, dense_tensors, dense_cache, _ = of_dense or ours  # a dense run is its own
         if bench.dense is not None:
-            bench.dense.peak_tensor_bytes = dense.tensor_bytes
-        return MemoryResult(
-            ours.peak.bytes, dense.peak.bytes, ours.peak.method if ours.peak.device_bytes is None else "cuda allocator",
-            ours.tensor_bytes, dense.tensor_bytes,
-            KvBytesByLayer(
-                [layer.billed for layer in ours.cache], [layer.resident for layer in ours.cache],
-                [layer.resident for layer in dense.cache], ours.paper_saved,
-            ),
-        )  # fmt: skip
+            bench.dense.peak_tensor_bytes = dense_tensors
+        method = peak.method if peak.device_bytes is None else "cuda allocator"
+        billed, resident = [layer.billed for layer in cache], [layer.resident for layer in cache]
+        by_layer = KvBytesByLayer(billed, resident, [layer.resident for layer in dense_cache], saved)
+        return MemoryResult(peak.bytes, dense_peak.bytes, method, tensors, dense_tensors, by_layer)
 
 
-class _Weighed(NamedTuple):
-    peak: PeakMemory
-    tensor_bytes: int | None
-    cache: list[KVBytes]
-    paper_saved: list[int]
-
-
-def _weighed(bench: Bench, modules: Sequence[RuntimeModule], tensor_bytes: int | None = None) -> _Weighed:
-    """One batch under `modules`; tensor_bytes: their peak, where it is known."""
+def _weighed(
+    bench: Bench, modules: Sequence[RuntimeModule], tensor_bytes: int | None = None
+) -> tuple[PeakMemory, int | None, list[KVBytes], list[int]]:
+    """One batch under `modules`: its peak, that of its tensors (where it is known, `tensor_bytes`), its cache by layer, and what the paper says is
+    saved of that."""
     import torch
 
     from quicksilver.measure.bench import Side
@@ -241,4 +232,4 @@ def _weighed(bench: Bench, modules: Sequence[RuntimeModule], tensor_bytes: int |
         run.reset()  # what the next pass would free was no allocation of its own
         if tensor_bytes is None and model.device.type == "cpu":
             tensor_bytes = peak_tensor_bytes(side.forward)  # exact, so that once is enough
-    return _Weighed(peak, tensor_bytes, cache, saved)
+    return peak, tensor_bytes, cache, saved

@@ -125,11 +125,12 @@ def _found(frame: pd.DataFrame) -> Iterator[str]:
 
     tuned, *in_prompt = (f"tuned.{mechanism}.{budget}" for mechanism, budget in TUNED if "halting" in mechanism)
     if {"isolated.halting", tuned} <= rows.keys():
-        kept_out = ", or ".join(f"{saved(key)} for {cost(key)}" for key in in_prompt if key in rows)
+        kept_out = [f"{saved(key)} for {cost(key)}" for key in in_prompt if key in rows]
+        kept_out[1:] = (f"tuned to save more, it {said}" for said in kept_out[1:])
         yield (
             f"{FOUND}tuned on calibration text, the paper's halting {saved(tuned)} of a prompt's FLOPs for "
             f"{cost(tuned)} perplexity. At its default it {saved('isolated.halting')} for {cost('isolated.halting')}."
-            + (f" Kept out of the scored tokens it {kept_out}." if kept_out else "")
+            + (f" Kept out of the scored tokens it {'; '.join(kept_out)}." if kept_out else "")
         )
     if {"40", "truncated"} <= rows.keys():
         ours, cut = rows["40"], rows["truncated"]

@@ -172,11 +172,15 @@ def answers() -> dict[str, tuple[AnsweredBy, ...]]:
     (beyond,) = (row for row in alone if row.panel == "all")  # of the other protocol: sweeps/multiruns.py
     for name, of in (("delta_ppl", _added), ("flops_saved_pct", partial(saved_pct, column="paper_flops"))):
         answer = AnsweredBy(
-            beyond.panel, beyond.key, of=partial(_against_8_bits, of, beyond.key), note="against a uniform 8 bits"
+            beyond.panel,
+            beyond.key,
+            of=partial(_against_8_bits, of, beyond.key),
+            note="against uniform 8 bits",
+            against="uniform8",
         )
         found[f"e9.quantization.{name}"] = (answer,)
     # With Appendix J's β a uniform 8 bits saves nothing: what is saved beyond it is all that is saved.
-    found["e9.quantization.flops_saved_pct"] += (app_j(beyond.panel, beyond.key),)
+    found["e9.quantization.flops_saved_pct"] += (replace(app_j(beyond.panel, beyond.key), against="uniform8"),)
     return found
 
 

@@ -149,11 +149,9 @@ class Store:
             path.parent.mkdir(parents=True, exist_ok=True)
             return lease.wait(path, waiting)
 
-    @contextmanager
-    def turn(self, fingerprint: str, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Hold the right to make this record. Blocks while another process makes it; calls `waiting` once before it blocks."""
-        with self.wait(self.root / "locks" / f"{fingerprint_of(fingerprint)}.lock", waiting):
-            yield
+    def turn(self, fingerprint: str, waiting: Callable[[], None] = lambda: None) -> lease.Lease:
+        """The right to make this record. Blocks while another process makes it; calls `waiting` once before it blocks."""
+        return self.wait(self.root / "locks" / f"{fingerprint_of(fingerprint)}.lock", waiting)
 
     def in_the_making(self) -> dict[str, lease.Holder]:
         """Fingerprints of the runs that living processes make now, and their makers, in the order they began."""
@@ -241,6 +239,17 @@ class Store:
         """`write_json` for what can be found out again: a read-only folder or a full disk stops nobody."""
         with suppress(QuickSilverError):
             self.write_json(relative, data)
+
+    def on_this_machine(
+        self, relative: str, machine: str, key: str, is_whole: Callable[[Any], bool], measure: Callable[[], Any]
+    ) -> Any:
+        """What a small file keeps under the machine and the key, where it is whole, as json has it; else it is measured now, and kept there."""
+        kept = read_object(self.root / relative)
+        here = kept[machine] if isinstance(kept.get(machine), dict) else {}
+        if not is_whole(here.get(key)):
+            here = here | {key: measure()}
+            self.write_cache(relative, kept | {machine: here})
+        return here[key]
 
     @contextmanager
     def writing(self) -> Iterator[None]:

@@ -211,7 +211,7 @@ def answers(sweep: Sweep, key: str, claim: str, flops: str | None = None) -> dic
             ours, base = outcomes[key].record, outcomes[sweep.base or ""].record
             return None if ours is None or base is None else compare(ours, base)
 
-        return AnsweredBy(sweep.experiment, key, of=estimate, note=f"against {sweep.base}")
+        return AnsweredBy(sweep.experiment, key, of=estimate, note=f"against {sweep.base}", against=sweep.base or "")
 
     def added(ours: Record, base: Record) -> Estimate:
         paired = paired_records(ours, base)

@@ -13,8 +13,8 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -26,6 +26,7 @@ from quicksilver.data.overlap import NGRAM_WORDS, shared_pct
 from quicksilver.data.spec import DatasetConfig, Part
 from quicksilver.data.tasks import TaskExamples, read_task
 from quicksilver.data.text import Text, read_text
+from quicksilver.measure.measurement import Mistyped, decoded, encoded
 from quicksilver.models.loading import EMBEDDED, Loaded, ModelFiles, load, locate, weights_digest
 from quicksilver.models.spec import ModelConfig
 from quicksilver.records.identity import EnvironmentEntry, Identity, foreign_sources
@@ -36,8 +37,6 @@ from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.reading import parse_json, read_bytes
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from quicksilver.data.windows import Windows
     from quicksilver.measure.perplexity import DensePasses
     from quicksilver.runtime.architecture import Architecture
@@ -145,9 +144,28 @@ class RunContext:
 
     def kernel_choices(self, config: RunConfig) -> Choices:
         """Which kernels are fastest for this model on this machine: as kept in the results folder, else measured."""
-        digest = self.files(config)[1]
-        key = ("kernels", digest, config.model.dtype, config.model.device_map, config.threads, config.results_dir)
-        return self._once(key, lambda: kernel_choices(config, digest, lambda: self.model(config).model))
+        key = ("kernels", self.files(config)[1], config.model.dtype, config.model.device_map, config.threads, config.results_dir)
+        return self._once(key, lambda: self._kernel_choices(config))
+
+    def _kernel_choices(self, config: RunConfig) -> Choices:
+        """A new measurement says in one line what it chose; kernels that this version has not are chosen again."""
+        from quicksilver.runtime.architecture import architecture_of
+        from quicksilver.runtime.quantized.kernels import KERNELS, Choices, choose, linears_of, machine
+
+        def is_whole(kept: Any) -> bool:
+            with suppress(Mistyped):
+                return set(decoded(Choices, kept).by_kind.values()) <= set(KERNELS)
+            return False
+
+        def chosen() -> dict[str, Any]:
+            found = choose(linears_of(architecture_of(self.model(config).model).layers))
+            print(f"Kernels for {config.model.name} on {machine()}: {found.line()}", file=sys.stderr, flush=True)
+            return encoded(found)
+
+        key = f"{self.files(config)[1]} {config.model.dtype} {config.model.device_map}"
+        with torch_threads(config.threads):
+            store = Store(config.results_dir)
+            return decoded(Choices, store.on_this_machine(_KERNELS, machine(), key, is_whole, chosen))
 
     def fingerprint(self, config: RunConfig) -> str:
         return self.identity(config).fingerprint
@@ -359,33 +377,15 @@ def job() -> str | None:
     return f"slurm {job} on {os.environ.get('SLURMD_NODENAME', platform.node())}, {share}"
 
 
-def kernel_choices(config: RunConfig, weights_digest: str, load: Callable[[], PreTrainedModel]) -> Choices:
-    """The choices for the linear layers of a model; a new measurement says in one line what it chose.
-
-    Args:
-        load: gives the model; called where nothing is kept, or a kernel that this version has not.
-    """
+@contextmanager
+def torch_threads(number: int | None) -> Iterator[None]:
+    """Within, torch has so many; None: as many as it has."""
     import torch
 
-    from quicksilver.measure.measurement import Mistyped, decoded, encoded
-    from quicksilver.runtime.architecture import architecture_of
-    from quicksilver.runtime.quantized.kernels import KERNELS, Choices, choose, linears_of, machine
-
-    threads = torch.get_num_threads()
+    before = torch.get_num_threads()
     try:
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        store, where = Store(config.results_dir), machine()
-        key = f"{weights_digest} {config.model.dtype} {config.model.device_map}"
-        kept = read_object(store.root / _KERNELS)
-        here = kept[where] if isinstance(kept.get(where), dict) else {}
-        with suppress(Mistyped):
-            choices = decoded(Choices, here.get(key))
-            if set(choices.by_kind.values()) <= set(KERNELS):
-                return choices
-        found = choose(linears_of(architecture_of(load()).layers))
-        print(f"Kernels for {config.model.name} on {where}: {found.line()}", file=sys.stderr, flush=True)
-        store.write_cache(_KERNELS, kept | {where: here | {key: encoded(found)}})
-        return found
+        if number is not None:
+            torch.set_num_threads(number)
+        yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)

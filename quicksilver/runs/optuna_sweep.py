@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 import numpy as np
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from quicksilver.records.record import Record
 from quicksilver.runs.choices import suggest
+from quicksilver.runs.composing import parsed
 from quicksilver.runs.tracker import differences
 from quicksilver.runtime.errors import ConfigError, QuickSilverError, installing
 
@@ -119,9 +119,8 @@ def space_of(words: Sequence[str], params: Mapping[str, str] | None) -> Space:
         ConfigError: nothing is drawn, or an interval that is none.
         HydraException: a word that is no override.
     """
-    parser = OverridesParser.create()
-    more = [parser.parse_override(f"{key}={value}") for key, value in (params or {}).items()]
-    given = {one.key_or_group: one for one in map(parser.parse_override, words)}  # of two words for one key the later one counts
+    more = [parsed(f"{key}={value}") for key, value in (params or {}).items()]
+    given = {one.key_or_group: one for one in map(parsed, words)}  # of two words for one key the later one counts
     drawn: dict[str, Any] = {}
     fixed = []
     for one in (*(one for one in more if one.key_or_group not in given), *given.values()):

@@ -239,14 +239,20 @@ def module_class(name: str, entry: Any) -> type[RuntimeModule]:
     return target_class(f"modules.{name}", entry, RuntimeModule)
 
 
-def module_entry(name: str) -> tuple[str, dict[str, Any]]:
-    """One yaml of conf/modules with what it inherits: its name in `modules`, and its options. Hydra takes a hundred times as long."""
-    text = (config_dir() / "modules" / f"{name}.yaml").read_text(encoding="utf-8")
-    content = OmegaConf.create(text)
+def yaml_of(group: str, name: str) -> dict[str, Any]:
+    """One yaml of a group of conf/ with what it inherits. Hydra takes a hundred times as long."""
+    content = OmegaConf.load(config_dir() / group / f"{name}.yaml")
     assert isinstance(content, DictConfig)
     parents = content.pop("defaults", [])
-    inherited = [module_entry(parent.removesuffix("@_here_"))[1] for parent in parents if parent != "_self_"]
-    entry: Any = OmegaConf.to_container(OmegaConf.merge(*inherited, content))
+    inherited = [yaml_of(group, parent.removesuffix("@_here_")) for parent in parents if parent != "_self_"]
+    whole: Any = OmegaConf.to_container(OmegaConf.merge(*inherited, content))
+    return dict(whole)
+
+
+def module_entry(name: str) -> tuple[str, dict[str, Any]]:
+    """One yaml of conf/modules: its name in `modules`, and its options."""
+    text = (config_dir() / "modules" / f"{name}.yaml").read_text(encoding="utf-8")
+    entry = yaml_of("modules", name)
     return text.splitlines()[0].removeprefix("# @package modules.").strip(), option_defaults(entry["_target_"]) | entry
 
 

@@ -15,9 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from quicksilver.records.store import Store, read_object
-from quicksilver.runs.context import RunContext
+from quicksilver.runs.context import RunContext, torch_threads
 from quicksilver.runs.parts import build_modules, module_entry
-from quicksilver.runs.run import torch_threads
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:
@@ -76,16 +75,12 @@ def _times_ms(config: RunConfig, digest: str, context: RunContext) -> dict[str, 
     """Median milliseconds of a pass by candidate: as kept in the results folder, else measured."""
     from quicksilver.runtime.quantized.kernels import machine
 
-    store, where = Store(config.results_dir), machine()
     prompt = config.protocol.prompt_tokens
-    key = f"{digest} {config.model.device_map} {BATCH}x{prompt}"
-    kept = read_object(store.root / _KEPT)
-    here = kept[where] if isinstance(kept.get(where), dict) else {}
-    if _is_whole(here.get(key)):
-        return dict(here[key])
     plain = replace(config, model=replace(config.model, dtype="float32", attn_implementation="sdpa"))
-    found = measured(context.model(plain), prompt)
-    store.write_cache(_KEPT, kept | {where: here | {key: found}})
+    key = f"{digest} {config.model.device_map} {BATCH}x{prompt}"
+    found: dict[str, float] = Store(config.results_dir).on_this_machine(
+        _KEPT, machine(), key, _is_whole, lambda: measured(context.model(plain), prompt)
+    )
     return found
 
 

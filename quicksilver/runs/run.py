@@ -12,8 +12,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -39,6 +39,7 @@ from quicksilver.runs.context import (
     environment,
     job,
     timed_measurements,
+    torch_threads,
 )
 from quicksilver.runs.parts import build_measurements, build_modules
 from quicksilver.runs.tracker import NotMirrored, check_tracker, mirror
@@ -360,20 +361,6 @@ def _follow(step: Planned, context: RunContext, store: Store, report: _Reporter)
             bench.keep = parallel.shared_by_replicas(str(step.config.model.parallel))
             measured_scalars(bench, build_measurements(step.config.measure), report)
         parallel.broadcast_from_rank0(False)
-
-
-@contextmanager
-def torch_threads(number: int | None) -> Iterator[None]:
-    """Within, torch has so many; None: as many as it has."""
-    import torch
-
-    before = torch.get_num_threads()
-    try:
-        if number is not None:
-            torch.set_num_threads(number)
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def bench_of(config: RunConfig, context: RunContext, store: Store) -> tuple[Bench, CalibrationEntry | None]:

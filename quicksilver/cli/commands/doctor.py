@@ -15,6 +15,9 @@ from typing import Any
 
 from quicksilver import __version__
 from quicksilver.cli.arguments import ResultsFolder, key
+from quicksilver.data.spec import MADE_HERE
+from quicksilver.runs.choices import choices
+from quicksilver.runs.parts import yaml_of
 from quicksilver.runtime.errors import installing
 
 # What `requirements.lock` pins: the results and the whole suite were made with these. The runtime alone also ran on the older pair.
@@ -122,9 +125,6 @@ def _disk(results: Path) -> Iterator[str]:
 
 
 def _data(root: Path | None) -> Iterator[str]:
-    from quicksilver.data.spec import MADE_HERE
-    from quicksilver.runs.choices import choices
-
     if root is None:
         yield "data.root is not set: texts come from the hub, or from the package (data.root=/folder, or QUICKSILVER_DATA)"
     elif not root.is_dir():
@@ -133,7 +133,7 @@ def _data(root: Path | None) -> Iterator[str]:
         yield f"data.root: {root}"
     places: dict[str, list[str]] = {"at hand": [], "from the hub": [], "needs a file": []}
     for name in choices("dataset"):
-        content = _yaml(name)
+        content = yaml_of("dataset", name)
         files = list(_files(content))
         local = root is not None and len(files) > 0 and all((root / file).exists() for file in files)
         if local or content["reader"] in MADE_HERE:
@@ -141,18 +141,6 @@ def _data(root: Path | None) -> Iterator[str]:
         else:
             places["from the hub" if (content.get("hub") or {}).get("id") else "needs a file"].append(name)
     yield from (f"{place}: {', '.join(names)}" for place, names in places.items() if names)
-
-
-def _yaml(name: str) -> dict[str, Any]:
-    """A yaml of conf/dataset, with what it inherits."""
-    import yaml
-
-    from quicksilver.runs.choices import config_dir
-
-    content: dict[str, Any] = yaml.safe_load((config_dir() / "dataset" / f"{name}.yaml").read_text(encoding="utf-8"))
-    for parent in {*content.get("defaults", ())} - {"_self_"}:
-        content = _yaml(parent) | content
-    return content
 
 
 def _files(content: dict[str, Any]) -> Iterator[str]:

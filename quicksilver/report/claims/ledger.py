@@ -104,7 +104,7 @@ class AnsweredBy:
         note: what is compared, where that is not plain.
         by_definition: why the number can be no other; then it is shown and not judged.
         tuned: the row has the setting that won on calibration text, not the paper's: its verdict stands in a column of its own.
-        against: of a quality claimed with it, the row that it is a difference to; empty: dense inference.
+        against: the row that what is claimed with it is a difference to, as its own number is; empty: dense inference.
         versus: the key of the row that its own number is compared with, or what finds it among the outcomes; empty: dense inference.
         own_time: its time is the record's own, of one process, though several timed the rows again.
     """
@@ -430,8 +430,7 @@ def _answered(claim: _Claim, answers: Sequence[tuple[Source, AnsweredBy]]) -> tu
             reasons += [outcome.reason] if outcome is not None and outcome.reason else []
             continue
         record = outcome.record
-        if answer.against:
-            outcome = replace(outcome, dense=source.panels[answer.panel][answer.against].record)
+        base = source.panels[answer.panel][answer.against].record if answer.against else outcome.dense
         if record.simulated and claim.what.kind in ("time", "energy") and claim.what.sense != "level":
             reasons.append("simulated, so no time: float products stand in for the quantised ones")
             continue
@@ -456,7 +455,7 @@ def _answered(claim: _Claim, answers: Sequence[tuple[Source, AnsweredBy]]) -> tu
                 where["timed"] = f"in {len(timed)} processes on {timed[-1].machine.split(',')[0]}"
             elif claim.what.kind == "time":
                 where["timed"] = f"in one process on {record.environment.gpu or record.environment.cpu}"
-            found[same] = _judged(claim, answer, outcome, record, measured) | where
+            found[same] = _judged(claim, answer, outcome, base, measured) | where
     return list(found.values()), reasons
 
 
@@ -481,11 +480,12 @@ def _not_judged(claim: _Claim, answers: Sequence[tuple[Source, AnsweredBy]], rea
     return {"verdict": "not measured", **said}
 
 
-def _judged(claim: _Claim, answer: AnsweredBy, outcome: Outcome, record: Record, found: Estimate) -> dict[str, Any]:
-    dense, other, entry = outcome.dense, claim.beside, claim.entry
+def _judged(claim: _Claim, answer: AnsweredBy, outcome: Outcome, base: Record | None, found: Estimate) -> dict[str, Any]:
+    record, dense, other, entry = outcome.record, outcome.dense, claim.beside, claim.entry
+    assert record is not None
     beside = None  # the claim made together with this one, and the verdict on it alone by the same record
-    if other is not None and dense is not None:
-        its = other.estimate(AnsweredBy(answer.panel, answer.key), {answer.key: outcome})
+    if other is not None and base is not None:
+        its = other.estimate(AnsweredBy(answer.panel, answer.key), {answer.key: replace(outcome, dense=base)})
         if its is not None:
             unit = "%" if other.what.of_dense else other.what.unit
             said = _measurement(dict(measured=its.value, measured_low=its.low, measured_high=its.high, unit=unit))

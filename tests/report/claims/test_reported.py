@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from quicksilver.records.times import timed_processes
-from quicksilver.report.claims.ledger import standing, told
+from quicksilver.report.claims.ledger import _measurement, standing, told
 from quicksilver.report.claims.reported import Reported, check_of, contradictions, quantities, quantity, reported
 from quicksilver.report.table import read
 from quicksilver.runs.choices import config_dir
@@ -204,6 +204,18 @@ def test_every_committed_verdict_that_is_not_plain_has_its_reason():
         judged = rows[rows["verdict"].isin(["partly", "not reproduced", "undecided", "not comparable", "not measured"])]
         assert len(judged) > 100, path
         assert judged.loc[judged["why"] == "", "claim"].tolist() == []
+
+
+def test_what_is_claimed_with_a_number_has_the_number_of_its_own_row():
+    quoted = re.compile(r"but (\S+), claimed with it, is .* in this run: (.*?)(?:;|$)")
+    for path in (ROOT / "results").glob("claims*.json"):
+        rows = [row for row in read(path).entries if row["record"]]
+        own: dict[tuple[str, str], set[str]] = {}
+        for row in rows:
+            own.setdefault((row["claim"], row["record"]), set()).add(" ".join(_measurement(row)[:2]))
+        said = [((found[1], row["record"]), found[2]) for row in rows if (found := quoted.search(row["why"]))]
+        assert len([key for key, _ in said if key in own]) > 20, path
+        assert [(key, number) for key, number in said if key in own and number not in own[key]] == [], path
 
 
 def test_the_noise_of_a_time_is_what_its_table_prints():

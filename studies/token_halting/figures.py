@@ -10,21 +10,12 @@ import numpy as np
 import pandas as pd
 from matplotlib.colors import BoundaryNorm
 
+from quicksilver.experiments.drawing import horizontal, line, look
 from quicksilver.report.artefacts import Outcome, artefact
-from quicksilver.report.figure import (
-    DASHES,
-    GREY,
-    MARKERS,
-    PALETTE,
-    SEQUENTIAL,
-    Figure,
-    legend_below,
-    panels,
-    style,
-    whiskers,
-)
+from quicksilver.report.figure import GREY, PALETTE, SEQUENTIAL, Figure, legend_below, panels, style, whiskers
 
 from . import tables as results
+from .scenes import corners
 
 CURVES = (
     *(("box", "learned"), ("uniform", "learned"), ("random", "random"), ("norm", "norm"), ("static", "static")),
@@ -40,7 +31,7 @@ KINDS = {"box": "Gates, box weights", "uniform": "Gates, uniform weights"}
 ASKED = 0.9  # of the operations saved
 
 
-@artefact(results.no_rows)
+@artefact(list)
 def figure_detection(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Figure detection: average precision against token-layers and executed FLOPs, with and without recycling, and what training did.
 
@@ -50,11 +41,11 @@ def figure_detection(outcomes: Sequence[Outcome], name: str) -> Figure:
     timed = "encoder_latency_ratio" in found
     with style():
         drawing, plots = panels(2, 2 + timed, size=(10.6 if timed else 7.4, 6.0))
-        for line, ap in zip(plots, ("ap", "ap_unrecycled"), strict=True):
-            _curves(line[0], found, "tokens", ap, 100.0)
-            line[0].set_ylabel("average precision")
+        for row, ap in zip(plots, ("ap", "ap_unrecycled"), strict=True):
+            _curves(row[0], found, "tokens", ap, 100.0)
+            row[0].set_ylabel("average precision")
             if timed:
-                _curves(line[2], found, "encoder_latency_ratio", ap, 100.0)
+                _curves(row[2], found, "encoder_latency_ratio", ap, 100.0)
         _curves(plots[0, 1], found, "executed_flops_saved_pct", "ap", 1.0)
         _training(plots[1, 1], results.frame("curves"))
         legend_below(drawing, plots[0, 0].get_legend_handles_labels()[0], ncols=3)
@@ -94,10 +85,8 @@ def _curves(plot: Any, found: pd.DataFrame, across: str, ap: str, scale: float) 
             continue
         ends = [points.get(f"{ap}_{end}") for end in ("low", "high")]
         spread = None if ends[0] is None else whiskers(points[ap], *ends)
-        plot.errorbar(
-            scale * points[across], points[ap], yerr=spread, label=results.LABELS[key], color=PALETTE[place], marker=MARKERS[place],
-            linestyle=DASHES[place], elinewidth=0.7, capsize=1.5,
-        )  # fmt: skip
+        bars = look(place, label=results.LABELS[key], elinewidth=0.7, capsize=1.5)
+        plot.errorbar(scale * points[across], points[ap], yerr=spread, **bars)
 
 
 def _training(plot: Any, trained: pd.DataFrame) -> None:
@@ -109,12 +98,12 @@ def _training(plot: Any, trained: pd.DataFrame) -> None:
         return
     for place, detector in enumerate(("box", "uniform")):
         steps = trained[trained["detector"] == detector].groupby("step")[["tokens", "kept_in_box"]].mean()
-        for column, said, line in (("tokens", "token-layers", "-"), ("kept_in_box", "pillars in boxes, last layer", ":")):
-            plot.plot(steps.index, steps[column], label=f"{detector}: {said}", color=PALETTE[place], linestyle=line, marker="")
+        for column, said, dash in (("tokens", "token-layers", "-"), ("kept_in_box", "pillars in boxes, last layer", ":")):
+            line(plot, steps.index, steps[column], label=f"{detector}: {said}", color=PALETTE[place], linestyle=dash)
     plot.legend()
 
 
-@artefact(results.no_rows)
+@artefact(list)
 def figure_detection_scene(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Figure detection_scene: one scene from above, each pillar coloured by the last layer that it went through.
 
@@ -164,16 +153,14 @@ def _finding_of_scene(scene: pd.DataFrame) -> str:
 
 def _outline(plot: Any, boxes: pd.DataFrame) -> None:
     for box in boxes.to_dict("records"):
-        cos, sin = np.cos(box["yaw"]), np.sin(box["yaw"])
-        turn = np.array([[cos, -sin], [sin, cos]])
-        ring = np.array([[1, 1], [-1, 1], [-1, -1], [1, -1], [1, 1]]) / 2 * [box["length"], box["width"]] @ turn.T
-        ring += [box["x"], box["y"]]
+        (ring,) = corners(np.array([[box[name] for name in ("x", "y", "length", "width", "yaw")]]))
+        ring = np.append(ring, ring[:1], axis=0)
         colours = ("#d62828",) if box["label"] == 0 else ("black", "white")
         for width, colour in zip((1.6, 0.7), colours, strict=False):
-            plot.plot(ring[:, 1], ring[:, 0], color=colour, linewidth=width, linestyle="-", marker="")
+            line(plot, ring[:, 1], ring[:, 0], color=colour, linewidth=width)
 
 
-@artefact(results.no_rows)
+@artefact(list)
 def figure_detection_size(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Figure detection_size: how much of the operations that halting saves is saved of the encoder's time, by the detector's size.
 
@@ -193,17 +180,16 @@ def figure_detection_size(outcomes: Sequence[Outcome], name: str) -> Figure:
             said = f"{pillars} pillars, {'one scene' if scenes == 1 else f'{scenes} scenes'} a pass"
             points = points.sort_values("width")
             share = 100 / points["flops_saved_pct"]
-            spread = [
-                (points["latency_ratio_high"] - points["latency_ratio"]) * share,
-                (points["latency_ratio"] - points["latency_ratio_low"]) * share,
-            ]
-            look: dict[str, Any] = {"color": PALETTE[place], "marker": MARKERS[place], "linestyle": DASHES[place]}
-            plot.errorbar(points["width"], points["realized"], yerr=spread, elinewidth=0.7, capsize=1.5, label=said, **look)
+            # Less time is more saved: the high end of the ratio is the low end of the bar.
+            ends = (points["latency_ratio"] - points[f"latency_ratio_{end}"] for end in ("high", "low"))
+            spread = whiskers(points["realized"], *(points["realized"] + end * share for end in ends))
+            bars = look(place, label=said, elinewidth=0.7, capsize=1.5)
+            plot.errorbar(points["width"], points["realized"], yerr=spread, **bars)
         if not found.empty:
             widths = sorted(set(found["width"]))
             plot.set_xticks(widths, [str(width) for width in widths])
             plot.minorticks_off()
-            plot.axhline(ASKED, color=GREY, linewidth=0.9, linestyle="-", marker="")
+            horizontal(plot, ASKED, color=GREY, linewidth=0.9)
             plot.legend(loc="lower right")
     caption = (
         "Encoders of 4 layers with random weights. 35%, 20% and 15% of the tokens are left after the first three layers. Bars: quartiles of the rounds. "

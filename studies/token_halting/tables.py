@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from quicksilver.report import comparison
-from quicksilver.report.artefacts import Outcome, Row, artefact, experiments_folder
+from quicksilver.report.artefacts import Outcome, artefact, experiments_folder
 from quicksilver.report.claims.ledger import Statement
 from quicksilver.report.claims.reported import Estimate
 from quicksilver.report.table import NO_VALUE, Cell, Column, Lines, Panel, Table, filled, number, with_ends
@@ -38,11 +38,6 @@ SECTIONS = {"no_layers": "Dense", "control": "Dense", "longer": "Dense", "wide_c
 NOT_HALTED = "the same weights, no token halted"
 PAPER_THRESHOLD = 0.5
 CLOCKS = {"encoder": "encoder", "whole": "points to boxes"}
-
-
-def no_rows() -> list[Row]:
-    """The runs of a table or figure that is made of the study's own frames."""
-    return []
 
 
 def ratio(key: str, of: str) -> Cell:
@@ -201,7 +196,7 @@ DETECTION_LEGEND = (
 )
 
 
-@artefact(no_rows)
+@artefact(list)
 def table_detection(outcomes: Sequence[Outcome], name: str) -> Table:
     """Table detection: learned token halting on a detector of cars and pedestrians, beside random halting, feature norm and static depth.
 
@@ -331,7 +326,7 @@ TIME_LEGEND = (
 )
 
 
-@artefact(no_rows)
+@artefact(list)
 def table_detection_time(outcomes: Sequence[Outcome], name: str) -> Table:
     """Table detection_time: where the time of a scene goes, how much of the saved operations is saved of it by size, and what the study costs.
 
@@ -445,7 +440,7 @@ CLAIMS_LEGEND = (
 )
 
 
-@artefact(no_rows, statements=statements)
+@artefact(list, statements=statements)
 def table_token_halting_claims(outcomes: Sequence[Outcome], name: str) -> Table:
     """Table token_halting_claims: what the second paper's abstract and introduction state (arXiv 2303.05078), beside what was measured here.
 

@@ -29,7 +29,7 @@ import torch
 from transformers import PreTrainedModel
 
 import quicksilver
-from quicksilver.files import write_atomically
+from quicksilver.files import write_files
 from quicksilver.fitting.equivalent import Derivative, equivalent_forward
 from quicksilver.fitting.gates import HaltingGates
 from quicksilver.measure.components import SectionClock
@@ -38,24 +38,10 @@ from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.phases import observed
 from quicksilver.runtime.run import apply
 
-from .model import N_FEATURES, N_MEASURED, N_OUTPUTS, N_WAVES, PillarDetector, Shape, decode, detector, features
-from .runs import (
-    LEARNED,
-    PARTS,
-    RULES,
-    Evaluation,
-    Key,
-    Measured,
-    ScenePolicy,
-    SeedRuns,
-    ap_difference,
-    evaluate,
-    gated,
-    ruled,
-    tasks,
-)  # fmt: skip
+from .model import N_FEATURES, N_OUTPUTS, N_WAVES, PillarDetector, Shape, decode, detector, features
+from .runs import LEARNED, PARTS, RULES, Evaluation, Key, Measured, SeedRuns, ap_difference, evaluate, gated, ruled, tasks
 from .scenes import Grid, Scene, SceneMaker
-from .training import Trained, detection_loss
+from .training import Policy, Trained, detection_loss
 
 DRAWS = 200  # of each interval
 TIMED = (0.3, 0.5)  # thresholds
@@ -169,10 +155,8 @@ def about(seeds: Sequence[SeedRuns]) -> pd.DataFrame:
 
 def write(frames: dict[str, pd.DataFrame], folder: Path) -> list[Path]:
     """One CSV a frame, each whole or not at all."""
-    paths = [folder / f"{name}.csv" for name in frames]
-    for path, frame in zip(paths, frames.values(), strict=True):
-        write_atomically(path, frame.to_csv(index=False, float_format="%.6g", lineterminator="\n").encode())
-    return paths
+    how: dict[str, Any] = {"index": False, "float_format": "%.6g", "lineterminator": "\n"}
+    return write_files(folder, {f"{name}.csv": frame.to_csv(**how).encode() for name, frame in frames.items()})
 
 
 # -- how right is the pseudo-gradient? (docs/learned-halting.md) -------------------------------------------------------------------
@@ -272,7 +256,7 @@ def gradients(seed: SeedRuns, scenes: int = 3, tokens: int = 24) -> pd.DataFrame
 # -- time --------------------------------------------------------------------------------------------------------------------------
 
 
-class Timed:
+class Timed(ExitStack):
     """A detector under one policy, ready to be timed. A context manager: the policy acts inside.
 
     Args:
@@ -283,28 +267,21 @@ class Timed:
     """
 
     def __init__(
-        self, model: PillarDetector, policy: ScenePolicy | None, scenes: Sequence[Scene], grid: Grid, a_pass: int = 1
+        self, model: PillarDetector, policy: Policy | None, scenes: Sequence[Scene], grid: Grid, a_pass: int = 1
     ) -> None:
+        super().__init__()
         self.model = cast(PillarDetector, shared_weight_copy(model))  # one that no other run acts on
         self.policy, self.scenes, self.grid = policy, scenes, grid
         with torch.inference_mode():
-            self.embedded = torch.cat([self.embed(self.given(scene)) for scene in scenes]).split(a_pass)
+            self.embedded = torch.cat([self.model.embedded(self.given(scene)) for scene in scenes]).split(a_pass)
 
     def __enter__(self) -> Timed:
-        self._context = apply(self.model, [] if self.policy is None else self.policy(0))
-        self.run = self._context.__enter__()
+        self.run = self.enter_context(apply(self.model, [] if self.policy is None else self.policy(0)))
         return self
-
-    def __exit__(self, *error: object) -> None:
-        self._context.__exit__(None, None, None)
 
     def given(self, scene: Scene) -> torch.Tensor:
         """(1, N, F) of its points."""
         return torch.from_numpy(features(scene, self.grid))[None]
-
-    def embed(self, given: torch.Tensor) -> torch.Tensor:
-        """(1, N, F) -> (1, N, D)."""
-        return self.model.embed(given) + self.model.place(given[..., N_MEASURED:])
 
     def encoder(self) -> None:
         """Every pass through the encoder alone."""
@@ -335,7 +312,7 @@ class Timed:
 def timing(seed: SeedRuns, more: Sequence[str] = (), repeats: int = 15, scenes: int = 8) -> pd.DataFrame:
     """Wall clock of one scene a pass, in turns with the dense control; one sample is a round of `scenes`. Two rows, one a clock, for each detector,
     policy and dial: every threshold of the gates that halts some tokens and leaves some, and random halting at the rates of box weights."""
-    runs: dict[Key, tuple[PillarDetector, ScenePolicy | None]] = {}
+    runs: dict[Key, tuple[PillarDetector, Policy | None]] = {}
     taught, wide = ("taught",) if "taught" in more else (), ("wide_control", "wide_gentle") if "wide" in more else ()
     for name in ("control", "longer", *LEARNED, "random", *taught, *wide):
         one = seed.train(name)
@@ -427,7 +404,7 @@ def _taken(timed: Timed, scene: Scene) -> dict[str, float]:
             with watch.part("features of the points"):
                 given = timed.given(scene)
             with watch.part("embedding"):
-                hidden = timed.embed(given)
+                hidden = model.embedded(given)
             with watch.part("a pass's begin and end"):
                 hidden = model.encoder(inputs_embeds=hidden).last_hidden_state
             with watch.part("norm and head"):

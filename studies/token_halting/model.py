@@ -98,11 +98,9 @@ class Batch:
         return len(self.boxes)
 
     def take(self, which: torch.Tensor | slice) -> Batch:
-        chosen = list(range(len(self)))[which] if isinstance(which, slice) else which.tolist()
-        tensors = (self.features, self.heat, self.regression, self.near, self.in_box)
-        features, heat, regression, near, in_box = (tensor[chosen] for tensor in tensors)
-        boxes, labels = ([every[i] for i in chosen] for every in (self.boxes, self.labels))
-        return Batch(features, heat, regression, near, in_box, boxes, labels)
+        chosen = torch.arange(len(self))[which]
+        parts: list[Any] = [one[chosen] for one in (self.features, self.heat, self.regression, self.near, self.in_box)]
+        return Batch(*parts, *([every[i] for i in chosen.tolist()] for every in (self.boxes, self.labels)))
 
 
 def batch_of(scenes: list[Scene], grid: Grid) -> Batch:
@@ -324,9 +322,12 @@ class PillarDetector(_AsTorchDrawsIt):
     def shape(self) -> Shape:
         return Shape(self.config.hidden_size, self.config.num_hidden_layers, self.config.num_attention_heads)
 
+    def embedded(self, features: torch.Tensor) -> torch.Tensor:
+        """(B, N, F) -> (B, N, D), as the encoder takes them."""
+        return self.embed(features) + self.place(features[..., N_MEASURED:])
+
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        hidden = self.encoder(inputs_embeds=self.embed(features) + self.place(features[..., N_MEASURED:])).last_hidden_state
-        return self.head(self.encoder.norm(hidden))
+        return self.head(self.encoder.norm(self.encoder(inputs_embeds=self.embedded(features)).last_hidden_state))
 
 
 @dataclass(frozen=True)
@@ -339,12 +340,8 @@ class Shape:
 
     def config(self) -> EncoderConfig:
         """The feed-forward part is twice as wide."""
-        sizes: dict[str, Any] = {
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "intermediate_size": 2 * self.width,
-        }
-        return EncoderConfig(hidden_size=self.width, **sizes)
+        sizes: dict[str, Any] = {"num_hidden_layers": self.layers, "num_attention_heads": self.heads}
+        return EncoderConfig(hidden_size=self.width, intermediate_size=2 * self.width, **sizes)
 
 
 def detector(shape: Shape, seed: int) -> PillarDetector:

@@ -29,11 +29,10 @@ from quicksilver.runtime.run import apply
 
 from .model import Batch, PillarDetector, Shape, batch_of, decode, detector
 from .scenes import CLASSES, Grid, Match, Scene, SceneMaker, average_precision, matches, read_scenes
-from .training import Recipe, Trained, train, trained
+from .training import Policy, Recipe, Trained, train, trained
 
 STRICT = (0.5, 0.3)  # rotated IoU from which a box is found, by class
 LOOSE = (0.3, 0.15)
-ScenePolicy = Callable[[int], list[RuntimeModule]]
 VALIDATION = 10_000_000  # seeds of scenes from here on are never trained on
 BOX_WEIGHT = 0.1
 STATIC_DEPTHS = (0.25, 0.5, 0.75)
@@ -253,7 +252,7 @@ class SeedRuns:
         for threshold in THRESHOLDS if part_of(name)[0].start == "dense" else FINER:
             yield name, "learned", threshold, self._measured(one, gated(one, threshold))
 
-    def _measured(self, trained: Trained, policy: ScenePolicy | None = None) -> Evaluation:
+    def _measured(self, trained: Trained, policy: Policy | None = None) -> Evaluation:
         return evaluate(trained.model, self.plan.validation_data, self.plan.maker.grid, policy)
 
 
@@ -274,7 +273,7 @@ def tasks(seeds: Sequence[int], parts: Sequence[str]) -> list[Task]:
 # -- policies --------------------------------------------------------------------------------------------------------------------
 
 
-def gated(trained: Trained, threshold: float = 0.5, *, layers: int | None = None, resume_layers: int = 0) -> ScenePolicy:
+def gated(trained: Trained, threshold: float = 0.5, *, layers: int | None = None, resume_layers: int = 0) -> Policy:
     """The gates of a detector as a module of the runtime; `layers`: only the first so many gates."""
     assert trained.gates is not None
     gates = trained.gates.trained(architecture_of(trained.model))
@@ -283,7 +282,7 @@ def gated(trained: Trained, threshold: float = 0.5, *, layers: int | None = None
     return lambda scene: [LearnedHalting(**how, protect_first=0, protect_last=None)]
 
 
-def ruled(name: str, shares: list[float]) -> ScenePolicy:
+def ruled(name: str, shares: list[float]) -> Policy:
     """The share of all tokens that halts after each layer, chosen at `random` or by the smallest `norm` of the state."""
 
     def policy(scene: int) -> list[RuntimeModule]:
@@ -294,7 +293,7 @@ def ruled(name: str, shares: list[float]) -> ScenePolicy:
     return policy
 
 
-def static(depth: float) -> ScenePolicy:
+def static(depth: float) -> Policy:
     """Every token stops after the same share of the layers."""
     return lambda scene: [StaticDepth(depth=depth, missing_kv="drop")]
 
@@ -360,7 +359,7 @@ def without_halted(outputs: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def evaluate(model: PillarDetector, data: Batch, grid: Grid, policy: ScenePolicy | None = None) -> Evaluation:
+def evaluate(model: PillarDetector, data: Batch, grid: Grid, policy: Policy | None = None) -> Evaluation:
     """Run every scene of `data` alone under the modules that `policy` gives for its number (None: dense)."""
     if not len(data):
         raise ConfigError("There is no scene to evaluate on: give at least one.")

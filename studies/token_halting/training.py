@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable
@@ -225,17 +224,12 @@ class SparsityController:
 
     def __init__(self, gates: HaltingGates, tokens: float, n_layers: int, step: float = 0.04) -> None:
         least = (gates.layers[0] + 1) / n_layers
-        if gates.layers[-1] >= n_layers - 1:
-            raise ConfigError(
-                f"A decision after layer {gates.layers[-1]} saves nothing: the model's last layer is {n_layers - 1}. "
-                f"Give layers below {n_layers - 1}."
-            )
         if not least < tokens < 1:
             raise ConfigError(
                 f"tokens={tokens:g} cannot be met: with a first decision after layer {gates.layers[0]} of {n_layers} layers at least "
                 f"{least:.3g} of all token-layers are computed, so give a share between {least:.3g} and 1."
             )
-        self.tokens, self.step, self.n_layers = tokens, step, n_layers
+        self.tokens, self.step = tokens, step
         self.strength = 0.1
 
     def update(self, mask: KeepMask) -> float:
@@ -264,8 +258,8 @@ def _optimisers(model: PillarDetector, gates: HaltingGates | None, base_rate: fl
 
 def trained(path: Path, shape: Shape) -> Trained:
     """The detector, and its gates if it has any, that a finished training left."""
-    found, wanted = read_training(path), json.loads(json.dumps(asdict(shape)))
-    for name, own in wanted.items():
+    found = read_training(path)
+    for name, own in asdict(shape).items():
         if found["shape"][name] != own:
             raise ConfigError(f"{path} has {name}={found['shape'][name]}, and this one has {own}: train one of this shape.")
     model = detector(shape, 0)

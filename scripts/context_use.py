@@ -18,16 +18,10 @@ import torch.nn.functional as F
 
 from quicksilver.data.made_here import far_context, python_docs, python_source
 from quicksilver.data.spec import FarContext, Part
-from quicksilver.data.windows import windows_of
+from quicksilver.data.windows import encode
 
 SCORED_TOKENS, SHORT_TOKENS, SEEN_TOKENS = 64, 128, 8
 _FACT = re.compile(r"Where is the ([\w ]+)\? In the (\w+)\.")
-
-
-def spread_windows(ids: list[int], length: int, count: int | None) -> torch.Tensor:
-    """(count, length), disjoint, spread evenly; None: all of them."""
-    rows = windows_of(ids, length)
-    return rows if count is None else rows[torch.linspace(0, len(rows) - 1, min(count, len(rows))).long()]
 
 
 @torch.no_grad()
@@ -42,7 +36,7 @@ def _nats(model: Any, rows: torch.Tensor) -> float:
 def _answered(model: Any, tokenizer: Any, kind: FarContext, length: int, count: int, part: Part) -> float:
     """Share of right first guesses: tokens that follow 8 tokens seen before (copy), places of facts said before (recall)."""
     right = asked = 0
-    for row in spread_windows(tokenizer(far_context(kind, part))["input_ids"], length, count):
+    for row in encode(far_context(kind, part), tokenizer, length, count).ids:
         hit = [None, *(model(row[None], use_cache=False).logits[0, :-1].argmax(-1) == row[1:]).tolist()]
         ids = row.tolist()
         if kind == "copy":
@@ -72,11 +66,10 @@ def context_use(model: Any, tokenizer: Any, data_root: Path, windows: int, part:
     texts = {"source": python_source(part), "docs": python_docs(part), "books": books.read_text("utf-8")}
     found = {}
     for name, text in texts.items():
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         for prompt in (448, 960):
             if prompt + SCORED_TOKENS > longest:
                 continue
-            rows = spread_windows(ids, prompt + SCORED_TOKENS, windows)
+            rows = encode(text, tokenizer, prompt + SCORED_TOKENS, windows).ids
             whole = _nats(model, rows)
             found[f"{name}_cut_{prompt}_pct"] = 100 * math.expm1(_nats(model, rows[:, round(0.4 * prompt) :]) - whole)
             found[f"{name}_{prompt}_against_{SHORT_TOKENS}_nats"] = _nats(model, rows[:, -SHORT_TOKENS - SCORED_TOKENS :]) - whole

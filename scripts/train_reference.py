@@ -26,11 +26,12 @@ import reference_corpus as corpus
 import torch
 import torch.nn.functional as F
 import training_loop
-from context_use import context_use, spread_windows
+from context_use import context_use
 from safetensors.torch import load_file
 from tqdm import tqdm
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from quicksilver.data.windows import encode
 from quicksilver.runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -159,21 +160,21 @@ def start_of(start: str) -> Path:
 
 
 def _new_model(recipe: Recipe) -> PreTrainedModel:
+    own: dict[str, Any] = {
+        "intermediate_size": recipe.mlp_width,
+        "num_key_value_heads": recipe.kv_heads,
+        "tie_word_embeddings": True,
+    }
     if recipe.family == "gpt2":
-        return GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=recipe.vocab_size, n_positions=recipe.context_tokens, n_embd=recipe.width, n_layer=recipe.layers,
-                n_head=recipe.heads, n_inner=recipe.mlp_width, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
-                bos_token_id=0, eos_token_id=0, activation_function="gelu_pytorch_tanh",  # one kernel; `gelu_new`: eight
-            )
-        )  # fmt: skip
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=recipe.vocab_size, hidden_size=recipe.width, num_hidden_layers=recipe.layers,
-            num_attention_heads=recipe.heads, num_key_value_heads=recipe.kv_heads, intermediate_size=recipe.mlp_width,
-            max_position_embeddings=recipe.context_tokens, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
-        )
+        own = {
+            "n_inner": recipe.mlp_width, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
+            "activation_function": "gelu_pytorch_tanh",  # one kernel; `gelu_new`: eight
+        }  # fmt: skip
+    config = AutoConfig.for_model(
+        recipe.family, vocab_size=recipe.vocab_size, max_position_embeddings=recipe.context_tokens, hidden_size=recipe.width,
+        num_hidden_layers=recipe.layers, num_attention_heads=recipe.heads, bos_token_id=0, eos_token_id=0, **own,
     )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config)
 
 
 def optimizers(model: torch.nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
@@ -247,7 +248,7 @@ def bits_per_byte(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, text: str, context: int, max_windows: int | None, device: str
 ) -> float:
     """Bits per byte of `text` in disjoint windows of `context` tokens (float32, every position but the first of a window scored)."""
-    windows = spread_windows(tokenizer(text, add_special_tokens=False)["input_ids"], context, max_windows)
+    windows = encode(text, tokenizer, context, max_windows).ids
     nats, n_bytes = 0.0, 0
     model.eval()
     for rows in windows.split(8):

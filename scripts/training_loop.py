@@ -140,12 +140,9 @@ def save(
 
 def draw_curves(path: Path, title: str, plots: Sequence[tuple[str, str, dict[str, tuple[list[float], list[float]]]]]) -> None:
     """A picture of curves side by side; plots: label of x, label of y, and by name the curve's x and y."""
-    import matplotlib
+    from quicksilver.report.figure import panels
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(plots), figsize=(5 * len(plots), 3.6), layout="constrained", squeeze=False)
+    figure, axes = panels(1, len(plots), size=(5 * len(plots), 3.6))
     for plot, (across, up, curves) in zip(axes[0], plots, strict=True):
         for name, (x, y) in curves.items():
             plot.plot(x, y, marker="." if len(x) < 100 else "", lw=0.8, label=name)
@@ -153,4 +150,3 @@ def draw_curves(path: Path, title: str, plots: Sequence[tuple[str, str, dict[str
         plot.legend()
     figure.suptitle(title)
     figure.savefig(path, dpi=110, metadata={"Software": None})
-    plt.close(figure)

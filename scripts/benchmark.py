@@ -61,13 +61,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quicksilver.baselines.prompts import PromptTruncation
+from quicksilver.experiments.drawing import look
 from quicksilver.fitting.schedules import TILE, saved_pct
 from quicksilver.measure.latency import Alternation
 from quicksilver.modules import AdaptiveQuantization, ExponentialDecay, Halting, KVSkipping, StaticDepth, TokenFusion
 from quicksilver.modules.fitted import MODELS_FOLDER, BoundTranslator, ModelShape, Translator, model_digest
 from quicksilver.modules.kernels import FastestLinear
 from quicksilver.modules.staged_halting import Schedule, schedules_of, shipped_with_schedules
-from quicksilver.report.figure import DASHES, MARKERS, PALETTE, Figure, panels, style
+from quicksilver.report.figure import Figure, panels, style
 from quicksilver.runtime import ConfigError, RuntimeModule, apply
 from quicksilver.runtime.architecture import architecture_of
 from quicksilver.runtime.ledger import LayerWork
@@ -426,11 +427,8 @@ def draw_break_even(frame: pd.DataFrame, o: Options) -> Figure:
 
 def machine_of(o: Options) -> str:
     around = shared.environment(o.device)
-    machine, versions = (
-        f"{around['machine']}, {around['threads']} threads",
-        f"torch {around['torch']}, transformers {around['transformers']}",
-    )
-    return f"Machine: {machine}, {versions}; {o.repeats} rounds."
+    versions = f"torch {around['torch']}, transformers {around['transformers']}"
+    return f"Machine: {around['machine']}, {around['threads']} threads, {versions}; {o.repeats} rounds."
 
 
 def break_even(o: Options) -> Figure:
@@ -460,7 +458,7 @@ def scaling_point(sequence: int, layers: int, o: Options) -> list[Row]:
     times, executed = in_turns({"dense": Way(model, None), **ways}, prompt(ids, use_cache=False), o)
     place = {"shape": o.shape, "batch": o.batch, "sequence": sequence, "layers": layers}
     return [
-        place | {"way": name, "ms": samples.median, "iqr_ms": samples.iqr, "noise_floor_pct": 100 * (times.noise_floor or 0.0),
+        place | {"way": name, "ms": samples.median, "iqr_ms": samples.iqr, "noise_floor_pct": times.noise_floor_pct,
                  "executed_flops": executed[name], "time_of_dense": times.ratio(name, to="dense").median,
                  "flops_of_dense": executed[name] / executed["dense"]} | _load(times)
         for name, samples in times.items()
@@ -496,13 +494,11 @@ def scaling(o: Options) -> Figure:
         drawing, axes = panels(1, 2, size=(7.6, 3.3))
         for plot, axis in zip(axes.flat, labels, strict=True):
             fitted = [fit for fit in fits(frame) if fit["axis"] == axis]
-            for fit, colour, marker, dashes in zip(fitted, PALETTE, MARKERS, DASHES, strict=False):
+            for place, fit in enumerate(fitted):
                 mine = frame[(frame["axis"] == axis) & (frame["way"] == fit["way"])]
                 law = "" if fit["r_squared"] is None else f": ~ {fit['exponent']:.2f} power, R² {fit['r_squared']:.3f}"
-                plot.errorbar(
-                    mine[axis], mine["ms"], yerr=mine["iqr_ms"] / 2, label=f"{fit['way']}{law}", color=colour, marker=marker,
-                    linestyle=dashes, elinewidth=0.7, capsize=2,
-                )  # fmt: skip
+                bars = look(place, label=f"{fit['way']}{law}", elinewidth=0.7, capsize=2)
+                plot.errorbar(mine[axis], mine["ms"], yerr=mine["iqr_ms"] / 2, **bars)
             plot.set_xscale("log", base=2)
             plot.set_yscale("log", base=2)
             plot.set_xlabel(labels[axis])
@@ -545,7 +541,7 @@ def length_point(tokens: int, o: Options) -> list[Row]:
             ratio = times.ratio(way, to="dense")
             found.append({
                 "tokens": tokens, "what": what, "way": way, "ms": samples.median / (1 if first else o.new_tokens), "time_of_dense": ratio.median, "low": ratio.low,
-                "high": ratio.high, "noise_floor_pct": 100 * (times.noise_floor or 0.0), "flops_of_dense": executed[way] / executed["dense"] if first else math.nan,
+                "high": ratio.high, "noise_floor_pct": times.noise_floor_pct, "flops_of_dense": executed[way] / executed["dense"] if first else math.nan,
                 "schedule": str(schedule), "kept": kept,
             } | _load(times))  # fmt: skip
     return found
@@ -553,20 +549,15 @@ def length_point(tokens: int, o: Options) -> list[Row]:
 
 def lengths(o: Options) -> Figure:
     """Time to the first token and per further token over dense inference's, against the length of one prompt."""
-    return draw_lengths(pd.DataFrame(row for tokens in o.sequence for row in length_point(tokens, o)), o)
-
-
-def draw_lengths(frame: pd.DataFrame, o: Options) -> Figure:
+    frame = pd.DataFrame(row for tokens in o.sequence for row in length_point(tokens, o))
     titles = {"first token": "to the first token", "further token": "per further token"}
     with style():
         drawing, axes = panels(1, 2, size=(7.6, 3.3))
         for plot, (what, title) in zip(axes.flat, titles.items(), strict=True):
-            for way, colour, marker in zip(("predicted", "truncated"), PALETTE, MARKERS, strict=False):
+            for place, way in enumerate(("predicted", "truncated")):
                 mine = frame[(frame["what"] == what) & (frame["way"] == way)]
                 around = (mine["time_of_dense"] - mine["low"], mine["high"] - mine["time_of_dense"])
-                plot.errorbar(
-                    mine["tokens"], mine["time_of_dense"], yerr=around, label=way, color=colour, marker=marker, capsize=2
-                )
+                plot.errorbar(mine["tokens"], mine["time_of_dense"], yerr=around, **look(place, label=way, capsize=2))
             if what == "first token":
                 plot.plot(mine["tokens"], mine["flops_of_dense"], "", color="0.4", label="operations, both")
             plot.axhline(1, color="0.6", linewidth=0.8)
@@ -689,8 +680,7 @@ TITLES = {  # of the page, by the beginning of a file's name
     "benchmark": "Runtime",
 }
 # Title, what is found in the frame beside the picture, and how.
-Summary = tuple[str, str, Callable[[pd.DataFrame], list[Row]]]
-PICTURES: dict[str, Summary] = {
+PICTURES: dict[str, tuple[str, str, Callable[[pd.DataFrame], list[Row]]]] = {
     "break_even": ("Where a mechanism starts to pay", "Halting rate from which more time is saved than noise", break_even_rates),
     "scaling": ("Time against length and depth", "Time ~ axis ^ exponent", fits),
     "lengths": ("One prompt: time over dense inference's, by its length", "Time over dense inference's", length_summary),

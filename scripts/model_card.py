@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -45,18 +44,13 @@ LICENCES = {
 }
 
 
-@dataclass
-class DepthProfile:
-    """How far the residual stream is from its end, by layer (L,) and by position (N-1,)."""
-
-    lens_nats: torch.Tensor
-    agreement: torch.Tensor
-    nats_by_position: torch.Tensor
-
-
 @torch.no_grad()
-def depth_profile(model: PreTrainedModel, windows: torch.Tensor) -> DepthProfile:
-    """windows (W, N) long: logit-lens loss in nats, and share of tokens whose lens argmax is the last layer's, by layer."""
+def depth_profile(model: PreTrainedModel, windows: torch.Tensor) -> tuple[list[float], list[float], torch.Tensor]:
+    """How far the residual stream is from its end; windows (W, N) long.
+
+    Returns:
+        By layer the logit-lens loss in nats, and the share of tokens whose lens argmax is the last layer's; nats by position (N-1,).
+    """
     arch = architecture_of(model)
     lens = torch.zeros(arch.n_layers, dtype=torch.float64)
     agree = torch.zeros_like(lens)
@@ -72,7 +66,7 @@ def depth_profile(model: PreTrainedModel, windows: torch.Tensor) -> DepthProfile
             lens[layer] += F.cross_entropy(logits, targets).double()
             agree[layer] += (logits.argmax(-1) == final.argmax(-1)).double().mean()
     n = len(windows)
-    return DepthProfile(lens / n, agree / n, position / n)
+    return (lens / n).tolist(), (agree / n).tolist(), position / n
 
 
 def position_ranges(context_tokens: int) -> list[tuple[int, int]]:
@@ -102,7 +96,7 @@ def card(name: str, folder: Path, data_root: Path) -> str:
     context = min(CONTEXT_TOKENS, recipe["context_tokens"])
     scores = [(label, bits_per_byte(model, tokenizer, text[key], context, windows, "cpu")) for label, key, windows in EVALUATIONS]
     ids = torch.tensor(tokenizer(text["python-docs"], add_special_tokens=False)["input_ids"])
-    profile = depth_profile(model, ids[: len(ids) // context * context].view(-1, context)[::20])
+    lens_nats, agreement, nats_by_position = depth_profile(model, ids[: len(ids) // context * context].view(-1, context)[::20])
     prompt = tokenizer(PROMPT, return_tensors="pt", truncation=True, max_length=context - SAMPLED_TOKENS)["input_ids"]
     generated = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=SAMPLED_TOKENS, do_sample=False)
     (sample,) = tokenizer.batch_decode(generated[:, prompt.shape[1] :])
@@ -125,9 +119,9 @@ def card(name: str, folder: Path, data_root: Path) -> str:
         "### Where tokens settle", "", f"python-docs, {context}-token windows. Logit lens: final norm and output head on the state after a layer. "
         "Agreement: share of tokens whose most likely next token is already the last layer's.", "",
         "| layer | logit-lens loss (nats) | agreement with the last layer |", "|---|---|---|",
-        *(f"| {i + 1} | {v:.3f} | {a:.1%} |" for i, (v, a) in enumerate(zip(profile.lens_nats.tolist(), profile.agreement.tolist(), strict=True))), "",
+        *(f"| {i + 1} | {v:.3f} | {a:.1%} |" for i, (v, a) in enumerate(zip(lens_nats, agreement, strict=True))), "",
         "### Loss by position", "", "| positions | nats per token |", "|---|---|",
-        *(f"| {lo} to {hi - 1} | {profile.nats_by_position[lo - 1 : hi - 1].mean().item():.3f} |" for lo, hi in position_ranges(context)), "",
+        *(f"| {lo} to {hi - 1} | {nats_by_position[lo - 1 : hi - 1].mean().item():.3f} |" for lo, hi in position_ranges(context)), "",
         "### Greedy sample", "", f"`{PROMPT}` → `{sample.strip()!r}`" if "`" not in sample else f"{PROMPT!r} → {sample.strip()!r}", "",
         "## Data and licences", "", "| source | documents | bytes | tokens | share of training (stable, decay) | licence |", "|---|---|---|---|---|---|",
     ]  # fmt: skip

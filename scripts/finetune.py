@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import training_loop
+from torch.nn.utils.rnn import pad_sequence
 from train_reference import DATA, start_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -133,8 +134,7 @@ def plan(data: dict[str, list[Encoded]], recipe: Recipe, wanted: Mapping[str, fl
 
 def tensors(batch: list[Encoded]) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, N) ids padded on the right, (B,) index of the last token of each."""
-    longest = max(len(e.ids) for e in batch)
-    ids = torch.tensor([e.ids + [0] * (longest - len(e.ids)) for e in batch])
+    ids = pad_sequence([torch.tensor(e.ids) for e in batch], batch_first=True)
     return ids, torch.tensor([len(e.ids) - 1 for e in batch])
 
 

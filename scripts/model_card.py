@@ -69,12 +69,6 @@ def depth_profile(model: PreTrainedModel, windows: torch.Tensor) -> tuple[list[f
     return (lens / n).tolist(), (agree / n).tolist(), position / n
 
 
-def position_ranges(context_tokens: int) -> list[tuple[int, int]]:
-    """First and last but one position of each row of the loss by position; a window's first token is scored by nobody."""
-    ends = [*(end for end in POSITIONS if end < context_tokens), context_tokens]
-    return list(pairwise(ends))
-
-
 def purpose(name: str) -> str:
     """What the model is for."""
     if name.startswith("ladder-"):
@@ -100,6 +94,8 @@ def card(name: str, folder: Path, data_root: Path) -> str:
     prompt = tokenizer(PROMPT, return_tensors="pt", truncation=True, max_length=context - SAMPLED_TOKENS)["input_ids"]
     generated = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=SAMPLED_TOKENS, do_sample=False)
     (sample,) = tokenizer.batch_decode(generated[:, prompt.shape[1] :])
+    # Of each row of the loss by position, the first and one after the last; a window's first token is scored by nobody.
+    ends = [*(end for end in POSITIONS if end < context), context]
     parameters = sum(p.numel() for p in model.parameters())
     size_mb = sum(p.stat().st_size for p in folder.iterdir() if p.name != "README.md") / 1e6
 
@@ -121,7 +117,7 @@ def card(name: str, folder: Path, data_root: Path) -> str:
         "| layer | logit-lens loss (nats) | agreement with the last layer |", "|---|---|---|",
         *(f"| {i + 1} | {v:.3f} | {a:.1%} |" for i, (v, a) in enumerate(zip(lens_nats, agreement, strict=True))), "",
         "### Loss by position", "", "| positions | nats per token |", "|---|---|",
-        *(f"| {lo} to {hi - 1} | {nats_by_position[lo - 1 : hi - 1].mean().item():.3f} |" for lo, hi in position_ranges(context)), "",
+        *(f"| {lo} to {hi - 1} | {nats_by_position[lo - 1 : hi - 1].mean().item():.3f} |" for lo, hi in pairwise(ends)), "",
         "### Greedy sample", "", f"`{PROMPT}` → `{sample.strip()!r}`" if "`" not in sample else f"{PROMPT!r} → {sample.strip()!r}", "",
         "## Data and licences", "", "| source | documents | bytes | tokens | share of training (stable, decay) | licence |", "|---|---|---|---|---|---|",
     ]  # fmt: skip

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,6 @@ def scored(model: Any, windows: torch.Tensor, prompt: int, press: Any) -> dict[s
 
 def _logits(model: Any, ids: torch.Tensor, prompt: int, press: Any) -> torch.Tensor:
     """Logits (S, V) of the tokens behind the prompt; ids (1, N). The rest keeps its positions in the text."""
-    from contextlib import nullcontext
-
     from transformers import DynamicCache
 
     cache, n = DynamicCache(), ids.shape[1]

@@ -258,15 +258,11 @@ class SeedRuns:
 
 def tasks(seeds: Sequence[int], parts: Sequence[str]) -> list[Task]:
     """These parts with all that they start from, the first to be done first: a part of all seeds, then the next part."""
-    wanted: dict[str, None] = {}
 
-    def add(part: str) -> None:
-        for need in needs(part):
-            add(need)
-        wanted.setdefault(part)
+    def with_needs(part: str) -> list[str]:
+        return [*(one for need in needs(part) for one in with_needs(need)), part]
 
-    for part in parts:
-        add(part)
+    wanted = dict.fromkeys(one for part in parts for one in with_needs(part))
     return [(seed, part) for part in wanted for seed in seeds]
 
 

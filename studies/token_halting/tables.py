@@ -241,10 +241,7 @@ def _made(name: str, option: str) -> tuple[str, ...]:
     return (f"Made by `{COMMAND} {option}`.{load}",)
 
 
-def _parts() -> pd.DataFrame:
-    each = frame("parts")
-    if each.empty:
-        return pd.DataFrame(columns=["panel", "section", "what"])
+def _parts(each: pd.DataFrame) -> pd.DataFrame:
     wide = each.pivot(index="part", columns="run", values=["latency_ms", "tokens", "flops"])
     wide.columns = [f"{run}_{what.removeprefix('latency_')}" for what, run in wide.columns]
     order = dict.fromkeys(each[each["run"] == "halted"]["part"])
@@ -270,10 +267,7 @@ def _sum(rows: pd.DataFrame, section: str, what: str) -> pd.DataFrame:
     return pd.DataFrame([{**total, "section": section, "what": what}])
 
 
-def _sizes() -> pd.DataFrame:
-    made = frame("sizes")
-    if made.empty:
-        return pd.DataFrame(columns=["panel", "section"])
+def _sizes(made: pd.DataFrame) -> pd.DataFrame:
     found, keys = realized(made), ["width", "pillars", "scenes_a_pass"]
     half = found[[*keys, "dense_ms"]].assign(width=2 * found["width"]).rename(columns={"dense_ms": "half_ms"})
     sections = {1: "One scene a pass"}
@@ -281,10 +275,7 @@ def _sizes() -> pd.DataFrame:
     return found.assign(panel=SIZES, section=[sections.get(n, f"{n} {SEVERAL}") for n in found["scenes_a_pass"]])
 
 
-def _cost() -> pd.DataFrame:
-    made = frame("cost")
-    if made.empty:
-        return pd.DataFrame(columns=["panel", "section", "what"])
+def _cost(made: pd.DataFrame) -> pd.DataFrame:
     by_part = made.groupby("what", sort=False)[["count", "seconds_each", "seconds"]].mean().reset_index()
     seed = by_part["seconds"].sum()
     totals = {"what": ["one seed, one process", "three seeds, two processes"], "seconds": [seed, 1.5 * seed]}
@@ -332,7 +323,8 @@ def table_detection_time(outcomes: Sequence[Outcome], name: str) -> Table:
 
     A panel for each of the three.
     """
-    found = pd.concat([_parts(), _sizes(), _cost()], ignore_index=True)
+    rows = [make(frame(of)) for of, make in ((PARTS, _parts), (SIZES, _sizes), (COST, _cost)) if not frame(of).empty]
+    found = pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(columns=["panel", "section", "what"])
     panels = (
         Panel(
             PARTS, "Where the time of one scene goes, milliseconds, one thread", PARTS_COLUMNS, _made("parts", "--timing-only")

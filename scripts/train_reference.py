@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -278,12 +279,12 @@ def check_recipe(recipe: Recipe, meta: dict[str, Any], source: Path) -> None:
 
 
 def loss_curve(history: training_loop.History, path: Path, title: str) -> None:
-    def curve(rows: training_loop.History, of: Callable[[dict[str, Any]], float]) -> tuple[list[float], list[float]]:
-        return [row["tokens"] / 1e6 for row in rows], [of(row) for row in rows]
+    def curve(key: str, of: Callable[[Any], float]) -> tuple[list[float], list[float]]:
+        rows = [row for row in history if key in row]
+        return [row["tokens"] / 1e6 for row in rows], [of(row[key]) for row in rows]
 
-    steps, held = ([row for row in history if key in row] for key in ("loss_nats", "held_out_bits_per_byte"))
-    texts = {name: curve(held, lambda row, name=name: row["held_out_bits_per_byte"][name]) for name in HELD_OUT}  # type: ignore[misc]
-    tokens, training = "training tokens (millions)", {"training": curve(steps, lambda row: row["loss_nats"])}
+    texts = {name: curve("held_out_bits_per_byte", itemgetter(name)) for name in HELD_OUT}
+    tokens, training = "training tokens (millions)", {"training": curve("loss_nats", float)}
     plots = [(tokens, "training loss (nats per token)", training), (tokens, "held-out bits per byte (24 windows)", texts)]
     training_loop.draw_curves(path, title, plots)
 

@@ -193,8 +193,7 @@ class EncoderAttention(nn.MultiheadAttention):
     def heads(self, hidden: torch.Tensor, first: int, n: int) -> list[torch.Tensor]:
         """`n` of the projections q, k, v from the `first` on: hidden (B, M, D) -> n of (B, H, M, head_dim)."""
         rows = slice(first * self.embed_dim, (first + n) * self.embed_dim)
-        bias = None if self.in_proj_bias is None else self.in_proj_bias[rows]
-        projected = nn.functional.linear(hidden, self.in_proj_weight[rows], bias)
+        projected = nn.functional.linear(hidden, self.in_proj_weight[rows], self.in_proj_bias[rows])
         parts = projected.view(*hidden.shape[:-1], n, self.num_heads, self.head_dim).unbind(-3)
         return [part.transpose(1, 2) for part in parts]
 

@@ -224,6 +224,11 @@ class SparsityController:
 
     def __init__(self, gates: HaltingGates, tokens: float, n_layers: int, step: float = 0.04) -> None:
         least = (gates.layers[0] + 1) / n_layers
+        if gates.layers[-1] >= n_layers - 1:
+            raise ConfigError(
+                f"A decision after layer {gates.layers[-1]} saves nothing: the model's last layer is {n_layers - 1}. "
+                f"Give layers below {n_layers - 1}."
+            )
         if not least < tokens < 1:
             raise ConfigError(
                 f"tokens={tokens:g} cannot be met: with a first decision after layer {gates.layers[0]} of {n_layers} layers at least "

@@ -240,7 +240,8 @@ LEGEND = (
     "2/4/8 %: shares of the tokens at 2, 4 and 8 bits in the layers after the decision; bits: their mean. KV: resident bytes of the cache "
     "saved, scales included, of a cache in the model's own dtype.",
     "Δppl: perplexity minus that of full precision on the same windows with its 95% interval; below it the same in percent.",
-    "Δppl of null: the same widths on random tokens, against full precision. vs random: the run against that null. better, worse: the interval of the difference excludes 0. same: otherwise.",
+    "Δppl of null: the same widths on random tokens, against full precision. vs random: the run against that null. "
+    f"{comparison.VERSUS_RANDOM}",
     "τ: thresholds in nats, p45 the 45th percentile of the entropies on the calibrating part of the text. Two widths have one threshold.",
 )
 

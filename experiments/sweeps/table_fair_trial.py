@@ -208,7 +208,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         *_verdict(frame),
         "exec: operations of the prompt that really ran, signals included, against dense inference; negative: more than dense.",
         "KL × 100: of the dense model's next-token distribution to the run's, hundredths of a nat a token. vs random: the same counts, on random "
-        "tokens; better, worse: the interval of the difference excludes 0.",
+        f"tokens. {comparison.VERSUS_RANDOM}",
         "wins at: the setting has the least KL of all that save at least so much. A budget that no setting reaches has no winner.",
         "search agrees: the winner that was frozen before the test is still the one that the search above finds.",
         _none_reaches(frame),

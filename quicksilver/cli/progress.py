@@ -278,7 +278,7 @@ def _versus(name: str, record: Record, other: Record, column: str = "") -> Itera
             return "no difference beyond chance"
         if (p := sign_flip_p(differences)) > FALSE_DISCOVERIES:  # both, as in the tables
             return f"no difference beyond chance (p = {100 * p:.1f}%)"
-        return "better" if high < 0 else "worse"
+        return f"{'better' if high < 0 else 'worse'} (p = {100 * p:.2g}%, not corrected for other tests)"
 
     nll, _, other_nll, _ = pairs_of(record, other, "nll_nats", f"{column}nll_nats")
     paired = paired_records(record, other, baseline_column=f"{column}nll_nats")

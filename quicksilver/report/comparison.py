@@ -68,6 +68,10 @@ NOISE = (
     "≈ 0: no larger than the noise floor below the table (A/A: the dense model against itself, median over the runs, and no less than what the "
     f"dense row differs from itself). Noisier runs use their own noise floor; above {LOUD}% it is printed, as in ±43: no smaller difference could be seen."
 )
+VERSUS_RANDOM = (
+    "better, worse: the interval of the difference excludes 0, and a permutation test agrees at 5% false discoveries over the panel "
+    "(Benjamini-Hochberg). same: otherwise."
+)
 LEGEND = (  # a column, and what is said where a row has it
     (
         "executed_flops",
@@ -96,8 +100,7 @@ LEGEND = (  # a column, and what is said where a row has it
     ),
     (
         "versus_null_ppl",
-        "Δppl of null: the same counts on random tokens, against dense. vs random: the run against that null. better, worse: the interval of the "
-        "difference excludes 0, and a permutation test agrees at 5% false discoveries over the panel (Benjamini-Hochberg). same: otherwise.",
+        f"Δppl of null: the same counts on random tokens, against dense. vs random: the run against that null. {VERSUS_RANDOM}",
     ),
     (
         "kl_nats",

@@ -37,7 +37,7 @@ def test_one_run_prints_what_its_record_says(words, capsys, prints):
     assert f"executed {100 * (1 - record.quality.prompt_executed_flops / record.dense.prompt_executed_flops):.1f}%" in out
     assert "against dense" in out
     assert "its null" in out
-    judged = r".*\]: (better|worse|no difference beyond chance( \(p = .*%\))?)$"
+    judged = r".*\]: (better \(p = .*\)|worse \(p = .*\)|no difference beyond chance( \(p = .*%\))?)$"
     assert re.search(rf"^  to its null  .* perplexity {judged}", out, re.M)
     assert re.search(rf"^ {{15}}\S+ KL {judged}", out, re.M)
     assert "of the prompt" in out

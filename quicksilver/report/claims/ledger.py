@@ -643,13 +643,16 @@ def _said_of(row: Mapping[str, Any]) -> Iterator[str]:
     many = f"{row['windows']} windows of " * bool(row["windows"])
     on = f"{measured}, protocol={row['protocol']}, {row['model']} on {many}{row['data']}" if row["model"] else measured
     said = {TUNED if row["kind"] == TUNED else "measured": on, "note": row["note"], "verdict": row["verdict"], "why": row["why"]}
-    said |= {"selection": row["versus_null"], "timed": row["timed"], "repeat": row["command"]}
+    corrected = ", corrected for all tests of this ledger" * (row["versus_null"] == _CHANCE[0])
+    said |= {"selection": f"{row['versus_null']}{corrected}", "timed": row["timed"], "repeat": row["command"]}
     said["row alone"] = row["run"] and f"quicksilver run {row['run']} records=own"
     if " processes " in row["timed"]:
         said["timed"] += ": `show` of the record prints each, and its file"
         said["its time"] = row["command"].replace("quicksilver reproduce", "quicksilver time", 1)
     elif not row["command"] and (shown := re.match(r"(table|figure)(\d+)\.", row["claim"])):
         said["see"] = f"quicksilver reproduce {shown[1]} {shown[2]}"
+    if row["record"] and not row["windows"] and row["kind"] != TUNED:
+        said["computed"] = "from the record's files; neither the table nor `show` need print this number"
     place = re.search(r" results_dir=\S+", row["command"])
     for key in ("record", "against"):
         said[key] = row[key] and f"quicksilver show {row[key][:SHORT]}{place[0] if place else ''}"

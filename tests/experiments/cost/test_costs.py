@@ -192,7 +192,7 @@ def test_simulated_widths_have_neither_time_nor_energy(usual, monkeypatch: pytes
     assert row[["nominal_saved_pct", "executed_saved_pct"]].notna().all()
     assert row[[*TIMED, "policy_pct", "realization"]].isna().all()
     assert built("figure", "waterfall", usual).finding.endswith("of the 7 combinations that have a time")
-    for table, count in ((waterfall, 4), (served, 2)):
+    for table, count in ((waterfall, 4), (served, 3)):
         (line,) = (line for line in table.text(None).splitlines() if "+ Quantization" in line)
         assert line.count("simulated") == count
     assert "joint_ms" not in parts.frame

@@ -189,14 +189,14 @@ def events(record: Record) -> list[str]:
     return [json.loads(line)["event"] for line in (record.path / EVENTS).read_text().splitlines()]
 
 
-def generated() -> dict[str, Any]:
-    """Options for `make`: greedy texts that repeat half as much again as the dense ones and agree with a quarter of them, sampled texts that are
-    the dense ones."""
+def generated(agreement: float = 0.25) -> dict[str, Any]:
+    """Options for `make`: greedy texts that repeat half as much again as the dense ones and agree with that share of them, sampled texts that
+    are the dense ones."""
     repeated = np.random.default_rng(0).uniform(0.1, 0.3, WINDOW_COUNT)
     frames = []
     for way, same in ((GREEDY, False), (SAMPLED, True)):
         measured = {
-            **{"same_tokens": 64 if same else range(WINDOW_COUNT), "identical": same, "agreement": 1.0 if same else 0.25},
+            **{"same_tokens": 64 if same else range(WINDOW_COUNT), "identical": same, "agreement": 1.0 if same else agreement},
             **{"edit_distance": 0.5, "repeated": repeated * (1 if same else 1.5), "dense_repeated": repeated},
             **{"distinct": 0.9, "dense_distinct": 0.9, "nats": 2.0, "dense_nats": 1.5},
         }

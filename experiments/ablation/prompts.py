@@ -17,7 +17,7 @@ from quicksilver.report.artefacts import Outcome, Row, artefact
 from quicksilver.report.figure import PALETTE, Figure, panels, style, whiskers
 from quicksilver.report.table import ENDS, Column, Panel, Table, with_ends, without_folders
 
-from .techniques import SETTINGS, chosen, options, row_of
+from .techniques import FUSION, SETTINGS, chosen, options, row_of
 
 Members = Mapping[
     str, str | tuple[str, str]
@@ -302,8 +302,9 @@ WAYS = {
     SAMPLED: "Sampled: temperature 1, the same random numbers for both models",
     **{model: f"{model}, greedy, after prompts of 960 tokens" for model in KEPT},
 }
+PROMPTS = 64
 WRITING = (
-    "measure=generation", "protocol=continuation", "dataset.windows=64", "measure.generation.prompts=64",
+    "measure=generation", "protocol=continuation", f"dataset.windows={PROMPTS}", f"measure.generation.prompts={PROMPTS}",
     "measure.generation.prompt_tokens=448",
 )  # fmt: skip
 # Schedules that protect three tiles. On 64 calibration windows, that of reference-gpt2 has as much KL as the shipped one, and twice as many tokens
@@ -315,7 +316,7 @@ LAST_92 = {
 SETTINGS_HERE = {
     "quicksilver": ("quicksilver",),
     "protected": ("quicksilver", "modules.quicksilver.save=null"),
-    "paper": ("halting,kv_skipping,token_fusion,adaptive_quantization",),
+    "paper": ("halting,kv_skipping,token_fusion,adaptive_quantization", *FUSION),
 }
 WORK = "About 40% of the prompt's work"
 ALIKE = {
@@ -327,7 +328,7 @@ ALIKE = {
 }
 SECTIONS = {
     WORK: ALIKE | {"protected": "Ours, with the last 92 tokens computed in all layers"},
-    "The paper's rules, at what they save": {"paper": "All four"},
+    "The paper's rules, at what they save": {"paper": "All four, as in table 11"},
 }
 # Columns of generation.parquet that are averaged over prompts, and by how much they are multiplied.
 _MEANS = {"same_tokens": 1.0, "agreement": 100.0, "edit_distance": 100.0, "repeated": 100.0, "distinct": 100.0, "nats": 1.0}
@@ -336,7 +337,8 @@ _OF_DENSE = ("repeated", "distinct", "nats")  # those that the dense text has by
 LEGEND = (
     "same: tokens before the first that differs from the dense continuation, mean over prompts with its 95% interval; below it how many "
     "continuations are the dense one to the end.",
-    "agree: share of places with the dense token; edit: Levenshtein distance in tokens over the length. Both in percent.",
+    "agree: share of places with the dense token, in percent; below it minus that of the panel's first row, paired by prompt. edit: Levenshtein "
+    "distance in tokens over the length, in percent.",
     "repeated: 4-grams that stood in the same continuation before, in percent; below it minus that of the dense continuation, paired by "
     "prompt. distinct: different 2-grams, likewise.",
     "nats: negative log-likelihood a token under the dense model; below it minus that of the dense continuation, paired by prompt. Above 0: "
@@ -374,7 +376,7 @@ def _protecting(row: Row) -> Row:
 def written(record: Record, way: str) -> dict[str, Any]:
     """What one record says of one way of decoding: means over prompts with their intervals, differences to dense paired by prompt."""
     found = record.measured("generation", GenerationResult)
-    frame = pd.read_parquet(record.path / TEXTS, filters=[("way", "==", way)])
+    frame = _texts(record, way)
     row: dict[str, Any] = {
         **{"prompts": found.prompts, "prompt_tokens": found.prompt_tokens, "new_tokens": found.new_tokens},
         "identical": int(frame["identical"].sum()),
@@ -389,14 +391,25 @@ def written(record: Record, way: str) -> dict[str, Any]:
         if name in _OF_DENSE:
             averaged[f"{name}_more"] = values - scale * frame[f"dense_{name}"].astype(float)
         for column, mine in averaged.items():
-            row |= dict(zip((f"{column}{end}" for end in ENDS), bootstrap(lambda x: x.mean(-1), mine), strict=True))
-    return {key: float(value) if hasattr(value, "dtype") else value for key, value in row.items()}
+            row |= _averaged(column, mine)
+    return row
+
+
+def _texts(record: Record, way: str) -> pd.DataFrame:
+    """Continuations of one way of decoding, a row a prompt."""
+    return pd.read_parquet(record.path / TEXTS, filters=[("way", "==", way)]).sort_values("prompt", ignore_index=True)
+
+
+def _averaged(column: str, values: pd.Series) -> dict[str, float]:
+    """Mean over prompts and its interval, under the column's name and ends."""
+    found = bootstrap(lambda x: x.mean(-1), values.astype(float))
+    return {f"{column}{end}": float(value) for end, value in zip(ENDS, found, strict=True)}
 
 
 COLUMNS = [
     *("panel", "section", "key", "technique", "status", "prompts", "prompt_tokens", "new_tokens", "identical"),
     *("flops_saved_pct", "prompt_flops_saved_pct"),
-    *(f"{name}{end}" for name in (*_MEANS, *(f"{name}_more" for name in _OF_DENSE)) for end in ENDS),
+    *(f"{name}{end}" for name in (*_MEANS, *(f"{name}_more" for name in _OF_DENSE), "agreement_less") for end in ENDS),
     *("model", "weights_digest", "data", "record", "dense_record"),
 ]
 
@@ -409,18 +422,24 @@ def table_generation(outcomes: Sequence[Outcome], name: str) -> Table:
     models. The texts themselves stand side by side in the report (`make report`, page Texts).
     """
     found = []
+    first: dict[str, Record] = {}  # panel -> the row that the others of the panel are compared with
     for one in outcomes:
         row = comparison.described(one)
         if one.record is not None and one.dense is not None:
             way = SAMPLED if one.row.panel == SAMPLED else GREEDY
             row |= written(one.record, way) | {"dense_record": one.dense.fingerprint}
+            other = first.setdefault(one.row.panel, one.record)
+            if other is not one.record:
+                row |= _averaged("agreement_less", 100 * (_texts(one.record, way)["agreement"] - _texts(other, way)["agreement"]))
         found.append(row)
     frame, against, alone = pd.DataFrame(found, columns=COLUMNS), "against the dense text", "the text by itself"
     columns = (
         Column("", "technique", comparison.technique_cell, align="left"),
         Column("", "saved %", "{flops_saved_pct:+.1f}\nprompt {prompt_flops_saved_pct:+.1f}"),
         Column(against, "same", with_ends("same_tokens", between=" ") + "\n{identical:.0f} of {prompts:.0f} to the end"),
-        Column(against, "agree", with_ends("agreement", between=" "), expendable=1),
+        Column(
+            against, "agree", with_ends("agreement", between=" ") + "\n" + with_ends("agreement_less", "+.1f", " "), expendable=1
+        ),
         Column(against, "edit", with_ends("edit_distance", between=" "), expendable=2),
         Column(alone, "repeated", _more("repeated", 1)),
         Column(alone, "distinct", _more("distinct", 1), expendable=3),

@@ -29,7 +29,7 @@ COMMANDS = {
     "budget": ("search.Budget", 'Set a dial so that a budget holds: "save 30% of the FLOPs", or "cost at most 1% of perplexity".'),
     "calibrate": ("search.Calibrate", "Measure a model's drift and entropy on text, and keep their percentiles per layer."),
     "claims": ("reproduce.Claims", "Judge every number that the paper claims by the records that are there; run nothing."),
-    "demo": ("demo.Demo", "One paragraph, dense and adaptive side by side, every token coloured by the depth it reached; 20 seconds."),
+    "demo": ("demo.Demo", "One paragraph, dense and adaptive side by side, every token coloured by the depth it reached; half a minute."),
     "doctor": ("doctor.Doctor", "Print what this machine has, and what each missing thing costs: put it into a bug report."),
     "fit": ("search.Fit", "Fit translators: maps that predict K and V of later layers, so that tokens may stop early and still be seen."),
     "list": ("look.List", "Name tables and figures, what a run can be made of, and sweeps."),

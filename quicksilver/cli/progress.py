@@ -179,6 +179,8 @@ def summary(record: Record) -> str:
         "audit": AuditResult, "task": TaskResult, "memory": MemoryResult, "emissions": EmissionsResult, "components": ComponentsResult, "energy": EnergyResult,
         "deployment": DeploymentResult, "devices": DevicesResult,
     }  # fmt: skip
+    if record.simulated:  # float products stand in for quantised ones
+        results = {name: results[name] for name in ("audit", "task", "memory")}
     lines += [f"  {name:<12} {found.line()}" for name, result in results.items() if (found := record.found(name, result))]
     audit = record.found("audit", AuditResult)
     if audit is not None and audit.leaks and not record.lookahead:
@@ -234,7 +236,8 @@ def _against_dense(record: Record) -> list[str]:
     latency = record.found("latency", LatencyResult)
     if latency is not None:
         around = record.environment
-        lines.append(f"  latency      {latency.line()}")
+        said = "simulated: no time, because quantised products are computed in float" if record.simulated else latency.line()
+        lines.append(f"  latency      {said}")
         lines.append(f"               on {around.gpu or around.cpu}, {around.threads} thread{'s' * (around.threads != 1)}")
     return lines
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -75,10 +75,20 @@ def has_time(record: Record) -> bool:
     return record.execution == "compact" and not record.simulated and record.found("latency", LatencyResult) is not None
 
 
+def _set_before(record: Record) -> Iterator[tuple[str, dict[str, int]]]:
+    """What a record says was set before the text was scored. Where a run fits its own map, the shipped one is not used, and a schedule that is given
+    stands in its options."""
+    own = [one for one in record.config.get("modules", {}).values() if str(one.get("_target_")).endswith(".FittedPrediction")]
+    for what, windows in record.tuned.items():
+        if own and what.startswith("predicted_kv/") and (what.endswith(".safetensors") or all(one["schedule"] for one in own)):
+            continue
+        yield ("the run's own map" if own and what == "thresholds" else what), windows
+
+
 def _tuned(records: Sequence[Record]) -> str | None:
     """What was set before the text was scored, and on which calibrating text; None: nothing."""
     texts: dict[str, dict[str, set[int]]] = {}
-    for what, windows in (tuned for record in records for tuned in record.tuned.items()):
+    for what, windows in (tuned for record in records for tuned in _set_before(record)):
         found = texts.setdefault(what, {})
         for name, count in windows.items():
             found.setdefault(name, set()).add(count)

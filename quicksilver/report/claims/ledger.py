@@ -573,6 +573,8 @@ def ledger(sources: Sequence[Source], name: str = "claims", others: Mapping[str,
     ]
     outcomes = standing(rows)
     measured = rows[rows["record"] != ""]
+    for row in measured[measured["model"] != measured["model"].mode().iat[0]].itertuples() if len(measured) else ():
+        rows.loc[row.Index, "note"] = "; ".join(filter(None, (row.note, f"on {row.model}")))
     on = f" on {measured['model'].mode().iat[0]} and {measured['data'].mode().iat[0]}" if len(measured) else ""
     title = f"The claims of arXiv 2506.22396{on}: {len(outcomes)} outcomes, each counted once: {_said(outcomes.values())}"
     for label, found in elsewhere.items():

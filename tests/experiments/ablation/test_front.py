@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
     ("panel", "elsewhere", "keys"),
     [
         (front.RECALL, prompts.far_context_rows, ["dense", "position", "truncated", "40"]),
-        (front.WRITTEN, prompts.generation_rows, ["position", "truncated", "40"]),
+        (front.WRITTEN, prompts.generation_rows, ["cumulative.quantization", "position", "truncated", "40"]),
     ],
 )
 def test_the_runs_of_a_column_are_those_of_its_table(panel, elsewhere, keys) -> None:

@@ -38,3 +38,16 @@ def test_what_is_printed_is_what_was_measured(tmp_path):
     assert "16 prompts of 448 tokens, 64 new tokens" in " ".join(text.split())
     failed = prompts.table_generation([Outcome(prompts.generation_rows()[0], reason="failed")], "table")
     assert "failed" in failed.text(120)
+
+
+def test_agreement_is_compared_with_the_first_row_prompt_by_prompt(tmp_path):
+    dense = fakes.make(tmp_path, "dense continuation", "continuation")
+    rows = [row for row in prompts.generation_rows() if row.panel == GREEDY][:2]
+    made = [
+        fakes.make(tmp_path, row.key, "continuation", **fakes.generated(agreement))
+        for row, agreement in zip(rows, (0.25, 0.5), strict=True)
+    ]
+    table = prompts.table_generation([Outcome(row, run, dense) for row, run in zip(rows, made, strict=True)], "table")
+    assert table.frame["agreement_less"].isna().tolist() == [True, False]
+    assert table.frame.loc[1, ["agreement_less", "agreement_less_low", "agreement_less_high"]].tolist() == [25, 25, 25]
+    assert "+25.0 [+25.0 +25.0]" in table.text(200)

@@ -49,19 +49,14 @@ def breakdown(record: Record, who: str) -> BreakdownResult:
     return found.dense if who == "dense" else found.ours
 
 
-def saved(record: Record, component: str, floor_pct: float | None = None) -> tuple[float, float] | None:
-    """Percent of a component's dense time that is gone, and how much of that is noise: the A/A floor of the whole pass, or half of the
-    two interquartile ranges where that is more. None where one of the two has no such component.
-
-    Args:
-        floor_pct: the floor, pooled with that of other runs; None: of this run alone.
-    """
+def saved(record: Record, component: str, floor_pct: float) -> tuple[float, float] | None:
+    """Percent of a component's dense time that is gone, and how much of that is noise: the A/A floor of the whole pass, pooled over the runs, or
+    half of the two interquartile ranges where that is more. None where one of the two has no such component."""
     dense, run = (breakdown(record, who).components.get(component) for who in ("dense", "run"))
     if dense is None or run is None or not dense.median_ms:
         return None
     spread = 100 * (dense.iqr_ms + run.iqr_ms) / 2 / dense.median_ms
-    floor = costs.components(record).noise_floor_pct if floor_pct is None else floor_pct
-    return 100 * (1 - run.median_ms / dense.median_ms), max(floor, spread)
+    return 100 * (1 - run.median_ms / dense.median_ms), max(floor_pct, spread)
 
 
 # --- Table 7 ----------------------------------------------------------------------------------------------------------------------
@@ -143,7 +138,11 @@ def _saved_cell(run: str, row: Mapping[str, Any]) -> Lines:
 
 
 def _answer(component: str, quantity: str) -> AnsweredBy:
-    def of(record: Record) -> Estimate | None:
+    def of(outcomes: Mapping[str, Outcome]) -> Estimate | None:
+        records, floors = _runs([*outcomes.values()])
+        if (record := records.get("joint")) is None:
+            return None
+        floor = floors["joint"][comparison.FLOOR]
         if quantity != "speedup_pct":
             found = breakdown(record, "dense" if quantity == "dense_ms" else "run")
             if component == TOTAL:
@@ -154,13 +153,13 @@ def _answer(component: str, quantity: str) -> AnsweredBy:
         whole = costs.components(record)
         if component == TOTAL:
             assert whole.run_ratio is not None  # of a run with modules
-            return costs.time_saved(whole.run_ratio, whole.noise_floor_pct)
-        gone = saved(record, component)
+            return costs.time_saved(whole.run_ratio, floor)
+        gone = saved(record, component, floor)
         return None if gone is None else Estimate(gone[0], gone[0] - gone[1], gone[0] + gone[1], gone[1])
 
     what = f"{COMPONENTS.get(component, 'the whole pass')} of a prompt, all four together"
     note = f"{what}, in the rounds that time its parts: `latency` in the record has rounds of its own"
-    return AnsweredBy(costs.PANEL, costs.JOINT, of_record=of, note=note)
+    return AnsweredBy(costs.PANEL, costs.JOINT, of=of, note=note)
 
 
 ANSWERS = {
@@ -192,7 +191,8 @@ def table07_component_latency(outcomes: Sequence[Outcome], name: str) -> Table:
         "Sum off by: how far the sum of the components is from the untouched pass, which is timed in the same rounds. It is the "
         "cost of the timing marks, and noise.",
         "Attention includes K/V projected for halted tokens. Quantization is coding and decoding; products at fewer bits count "
-        "for the component whose float product they replace. The dense column is that of the first run.",
+        "for the component whose float product they replace. Each run is compared with the dense pass of its own rounds; the dense column is that of "
+        "all four, so saved does not follow from it for the other run.",
         "The paper measured GPT-2 774M on an A100. Its milliseconds cannot be compared with another model or machine.",
     )
     floors = _runs(outcomes)[1].values()

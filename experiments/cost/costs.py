@@ -222,7 +222,9 @@ def table_deployment(outcomes: Sequence[Outcome], name: str) -> Table:
         "p99: - where fewer than 100 tokens were timed. tokens/s: over the whole call, prompt included; it is not paired with dense, `saved` is.",
         "in budget: share of tokens made within that many ms. ±: half of the distance between the quartiles.",
     )
-    notes = (*comparison.noise_note(found, "a token's time"), *provenance.notes(outcomes))
+    floors = [row["batch_noise_floor_pct"] for row in found if "batch_noise_floor_pct" in row]
+    of_batch = (f"Noise floor of a batch's time: {min(floors):.1f} to {max(floors):.1f}%, pooled likewise.",) if floors else ()
+    notes = (*comparison.noise_note(found, "a token's time"), *of_batch, *provenance.notes(outcomes))
     panel = Panel(PANEL, "Batch 1, greedy", columns, notes)
     return Table(name, "Deployment: one request at a time", pd.DataFrame(found), (panel,), legend)
 

@@ -218,20 +218,24 @@ def test_what_is_claimed_with_a_number_has_the_number_of_its_own_row():
         assert [(key, number) for key, number in said if key in own and number not in own[key]] == [], path
 
 
+TIMED = (("tables", "table11"), ("tables", "table_deployment"), ("tables", "table07"), ("figures", "figure16"))
+
+
 def test_the_noise_of_a_time_is_what_its_table_prints():
+    columns = ("noise_floor_pct", "batch_noise_floor_pct", "joint_noise_pct")
     for pair in ("", "-reference-llama-python-docs", "-reference-gpt2-wikitext103"):
-        claims, floors = read(ROOT / "results" / f"claims{pair}.json"), set[tuple[str, float]]()
-        for name in ("tables/table11", "tables/table_deployment", "figures/figure16"):
-            rows = read(ROOT / "results" / f"{name}{pair}.json").entries
-            floors |= {(row["record"], round(row["noise_floor_pct"], 5)) for row in rows if row.get("noise_floor_pct")}
-        of_tables = {"table11", "table_deployment", "figure16"}
-        said = [
-            one for one in claims.entries
-            if one["artefact"] in of_tables and one["unit"].startswith("%") and one["noise_floor"] is not None
-            and "integers" not in one["note"].partition(";")[0]
-        ]  # fmt: skip
-        assert len(said) > 20
-        assert {(one["record"], round(one["noise_floor"], 5)) for one in said} <= floors
+        printed = {
+            (path.name.removesuffix(f"{pair}.json"), round(row[column], 5))
+            for path in (ROOT / "results" / kind / f"{name}{pair}.json" for kind, name in TIMED)
+            for row in read(path).entries
+            for column in columns
+            if row.get(column)
+        }
+        claims = read(ROOT / "results" / f"claims{pair}.json").entries
+        timed = [one for one in claims if one["unit"].startswith("%") and one["noise_floor"] is not None]
+        said = {(one["artefact"], round(one["noise_floor"], 5)) for one in timed if one["artefact"] in dict(map(reversed, TIMED))}
+        assert len(said) > 8, pair
+        assert said <= printed, pair
 
 
 def test_what_several_processes_timed_follows_from_the_files_that_show_prints():

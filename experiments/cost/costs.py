@@ -157,8 +157,8 @@ def _generated(record: Record) -> Estimate | None:
 
 def _largest(outcomes: Mapping[str, Outcome]) -> Estimate | None:
     """Points of time gone under the lesser of halting and fusion, beyond the greater of the others; the ends are set against each other."""
-    there = {key.removeprefix("isolated."): one.record for key, one in outcomes.items() if key.startswith("isolated.")}
-    gone = {key: of_a_batch(record) for key, record in there.items() if record is not None and not record.simulated}
+    keys = (key for key in outcomes if key.startswith("isolated."))
+    gone = {key.removeprefix("isolated."): one for key in keys if (one := pooled(of_a_batch, key, outcomes)) is not None}
     if set(gone) != set(MECHANISMS):
         return None
     ours = min((gone.pop(key) for key in ("halting", "fusion")), key=lambda one: one.value)

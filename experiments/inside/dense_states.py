@@ -79,7 +79,7 @@ BOUNDS_LEGEND = (
     "tokens that are followed. The paper gives none. all 1: layers that stretch nothing.",
     "D.4 is Lipschitz continuity itself, so it holds wherever the constant is large enough for the pair; how much larger the bound is than the error is what can be "
     "learned. B.4 and N add constants up where continuity alone would multiply them: that they hold is a finding.",
-    "the bound holds: of the cases, with its 95% interval clustered by window. bound ÷ error: below 1 it fails; far above 1 it promises little.",
+    "the bound holds: of the cases, with Wilson's 95% interval clustered by window; where all agree, each window counts once. bound ÷ error: below 1 it fails; far above 1 it promises little.",
 )
 
 

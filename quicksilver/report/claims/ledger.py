@@ -654,7 +654,7 @@ def _said_of(row: Mapping[str, Any]) -> Iterator[str]:
     elif not row["command"] and (shown := re.match(r"(table|figure)(\d+)\.", row["claim"])):
         said["see"] = f"quicksilver reproduce {shown[1]} {shown[2]}"
     if row["record"] and not row["windows"] and row["kind"] != TUNED:
-        said["computed"] = "from the record's files; neither the table nor `show` need print this number"
+        said["computed"] = "from the record's files; the table and `show` may not print this number"
     place = re.search(r" results_dir=\S+", row["command"])
     for key in ("record", "against"):
         said[key] = row[key] and f"quicksilver show {row[key][:SHORT]}{place[0] if place else ''}"

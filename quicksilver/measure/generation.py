@@ -109,6 +109,10 @@ class Generation(Measurement):
     def check(self, setting: Setting) -> None:
         setting.check_prompt(self.prompt_tokens)
 
+    def windows_passed(self, window_tokens: int) -> float:
+        written_and_read = 2 * self.prompts * (1 + self.sampled)
+        return 2 * written_and_read * (self.prompt_tokens + self.new_tokens) / window_tokens  # by the run and by the dense model
+
     def run(self, bench: Bench) -> GenerationResult | None:
         import torch
 

@@ -214,6 +214,10 @@ class Measurement(Options, ABC):
     def run(self, bench: Bench) -> Result | None:
         """Measure. None: there is nothing to measure in this run."""
 
+    def windows_passed(self, window_tokens: int) -> float | None:
+        """About how many windows of that length go through the model, where options say it; None: `share` does."""
+        return None
+
     def identity(self) -> dict[str, Any]:
         """The options that decide a number: all of them."""
         return dataclasses.asdict(self)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -123,11 +124,13 @@ class Run:
         self._copies_kv = any(module.copies_kv for module in self.token_policies)
         self._visibility = Visibility(self.arch, any(module.proportional_attention for module in self.token_policies))
         self._machine = Machine(self.arch, precision)
-        self._planner = Planner(self._visibility, execution == "masked", precision is not None, self._new_store)
+        this = weakref.proxy(self)  # no circle: with the run goes its cache, not when Python next looks for circles
+        self._planner = Planner(self._visibility, execution == "masked", precision is not None, lambda: this._new_store())
         self._store_kind = self._new_store().kind
         merging = [module for module in executing if isinstance(module, MergePolicy) and module.merges_cache]
         evicting = [module for module in executing if isinstance(module, EvictionPolicy) and module.evicts_cache]
-        self._deciding = Deciding(self._machine, self._visibility, self._lens, merging, evicting)
+        lens = lambda hidden, normed=False: this._lens(hidden, normed)
+        self._deciding = Deciding(self._machine, self._visibility, lens, merging, evicting)
         self._handles: list[Any] = []
         self._previous: list[Any] = []
         self._transformed = ExitStack()

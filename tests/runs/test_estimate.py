@@ -133,6 +133,14 @@ def test_more_passes_take_longer():
     asked = (["measure=sweep"], *([f"measure={name}", "modules=[halting]"] for name in ("sweep", "default", "paper")))
     dense, sweep, default, paper = (estimate.windows_passed(compose(words), 64) for words in asked)
     assert dense < sweep < default < paper
+    written = ["measure=generation", "modules=[halting]", "protocol=continuation", "measure.generation.prompts=64"]
+    few, greedy, many = (
+        estimate.windows_passed(compose([*written, *more]), 64)
+        for more in ([], ["measure.generation.sampled=false"], ["measure.generation.prompts=128"])
+    )
+    scored = sweep  # both models, once; both write and read each prompt's text, in both ways
+    assert few == pytest.approx(2 * scored * 2 * (256 + 64) / 512 + scored, rel=0.2)
+    assert greedy < few < many
 
 
 def test_a_plan_of_a_sweep_and_of_a_table_starts_nothing(words, tmp_path, capsys, prints, monkeypatch):

@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from quicksilver.cli.main import fault_of_own_file, say
@@ -152,6 +152,35 @@ def counted(total: int, what: str) -> Iterator[Callable[[], None]]:
         yield lambda: bar.update() and None
 
 
+_SAID_APART = (
+    "quality",
+    "null_control",
+    "latency",
+    "flops",
+    "audit",
+    "task",
+    "memory",
+    "emissions",
+    "components",
+    "energy",
+    "deployment",
+)
+
+
+def _further(record: Record) -> dict[str, type[Result]]:
+    """What other measurements found, a user's own among them; not what no class at hand can read, nor times of simulated products."""
+    from quicksilver.runs.parts import is_on, measurement_class
+
+    found: dict[str, type[Result]] = {}
+    for name, entry in record.config["measure"].items():
+        if name in _SAID_APART or not is_on(name, entry):
+            continue
+        with suppress(ConfigError):
+            if not ((made := measurement_class(name, entry)).timed and record.simulated) and (result := made.result_class()):
+                found[name] = result
+    return found
+
+
 def summary(record: Record) -> str:
     """What a person wants to know of one record; everything else is in its folder."""
     from quicksilver.measure.audit import AuditResult
@@ -181,7 +210,12 @@ def summary(record: Record) -> str:
     }  # fmt: skip
     if record.simulated:  # float products stand in for quantised ones
         results = {name: results[name] for name in ("audit", "task", "memory")}
-    lines += [f"  {name:<12} {found.line()}" for name, result in results.items() if (found := record.found(name, result))]
+    results |= _further(record)
+    lines += [
+        f"  {name:<12} {line}"
+        for name, result in results.items()
+        if (found := record.found(name, result)) and (line := found.line())
+    ]
     audit = record.found("audit", AuditResult)
     if audit is not None and audit.leaks and not record.lookahead:
         also = (

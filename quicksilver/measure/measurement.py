@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 import types
 import typing
 from abc import ABC, abstractmethod
@@ -213,6 +214,13 @@ class Measurement(Options, ABC):
     @abstractmethod
     def run(self, bench: Bench) -> Result | None:
         """Measure. None: there is nothing to measure in this run."""
+
+    @classmethod
+    def result_class(cls) -> type[Result] | None:
+        """What `run` is annotated to give; None: it does not say."""
+        said = cls.run.__annotations__.get("return")
+        found = vars(sys.modules[cls.__module__]).get(said.removesuffix(" | None")) if isinstance(said, str) else said
+        return found if isinstance(found, type) and issubclass(found, Result) else None
 
     def windows_passed(self, window_tokens: int) -> float | None:
         """About how many windows of that length go through the model, where options say it; None: `share` does."""

@@ -1,0 +1,144 @@
+"""Is what stands once in a prompt still found, wherever it stands?
+
+A passage of another window takes the place of tokens of the prompt, at one depth after another. The prompt ends with the passage's first tokens; the
+rest is to follow. It is the needle in a haystack (Kamradt 2023) as a repetition, so that a model that was not taught to answer can be asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from quicksilver.measure.measurement import Measurement, Result, Setting
+from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.options import Positive, at_least
+
+if TYPE_CHECKING:
+    import torch
+
+    from quicksilver.measure.bench import Bench
+
+ABSENT = "absent"  # instead of a depth: the prompt has no needle
+
+
+def column(what: str, depth: int | str) -> str:
+    """Of windows.parquet: `answered` (share of the needle's tokens, 0 to 1) or `nats` (a token) at one depth; empty for further windows."""
+    return f"needle_{what}_{depth}"
+
+
+@dataclass(frozen=True)
+class NeedleResult(Result):
+    """Means over windows.
+
+    Attributes:
+        prompt_tokens, asked_tokens: lengths of a prompt, and of what is to follow.
+        depths: what share of the prompt stands before the needle, 0 to 1.
+        answered: share of the asked tokens that are the likeliest prediction, by depth, 0 to 1.
+        nats: negative log-likelihood of an asked token, by depth.
+        absent_answered, absent_nats: where the prompt has no needle: the text after its first tokens can be guessed.
+    """
+
+    windows: int
+    prompt_tokens: int
+    asked_tokens: int
+    depths: list[float]
+    answered: list[float]
+    nats: list[float]
+    absent_answered: float
+    absent_nats: float
+
+    def line(self) -> str:
+        shares = " ".join(f"{100 * share:.0f}" for share in self.answered)
+        return f"{shares}% of its tokens are found, by depth; {100 * self.absent_answered:.0f}% where there is none"
+
+
+@dataclass
+class Needle(Measurement):
+    """Prompts of the protocol's length, of the first windows.
+
+    Args:
+        windows: how many; each has the beginning of another one as its needle.
+        depths: how many places, evenly over the prompt.
+        needle_tokens: length of the passage.
+        cue_tokens: of them the first, with which the prompt ends.
+    """
+
+    windows: Annotated[int, at_least(2)] = 32
+    depths: Positive = 10
+    needle_tokens: Annotated[int, at_least(2)] = 32
+    cue_tokens: Positive = 8
+
+    share = 0.5
+
+    def check(self, setting: Setting) -> None:
+        setting.check_prompt(setting.prompt_tokens)
+        if not self.cue_tokens < self.needle_tokens:
+            raise ConfigError(f"cue_tokens={self.cue_tokens}: it must be less than needle_tokens={self.needle_tokens}.")
+        if self.needle_tokens + self.cue_tokens >= setting.prompt_tokens:
+            raise ConfigError(
+                f"needle_tokens={self.needle_tokens} and cue_tokens={self.cue_tokens} fill the prompt "
+                f"(protocol.prompt_tokens={setting.prompt_tokens}): make it longer."
+            )
+
+    def windows_passed(self, window_tokens: int) -> float:
+        return self.windows * (self.depths + 1)
+
+    def run(self, bench: Bench) -> NeedleResult:
+        import torch
+
+        asked = self.needle_tokens - self.cue_tokens
+        prompts = bench.prompts("needle", self.windows, bench.protocol.prompt_tokens, asked)  # (W, P)
+        if len(prompts) < 2:
+            raise ConfigError(
+                "measure.needle: the text has one window, and a needle is a passage of another: give a longer text."
+            )
+        needles = prompts.roll(len(prompts) // 2, 0)[:, : self.needle_tokens]
+        hay = prompts[:, : -self.cue_tokens]
+        places: Sequence[int | str] = (*range(self.depths), ABSENT)
+        starts = [round((k + 0.5) / self.depths * (hay.shape[1] - self.needle_tokens)) for k in range(self.depths)]
+        found: dict[str, torch.Tensor] = {}  # column -> (W,)
+        with torch.no_grad():
+            for done, place in enumerate(places):
+                bench.progress(done / len(places))
+                filled = hay.clone()
+                if isinstance(place, int):
+                    filled[:, starts[place] : starts[place] + self.needle_tokens] = needles
+                both = _found(bench, torch.cat([filled, needles], dim=1))
+                found |= dict(zip((column("answered", place), column("nats", place)), both, strict=True))
+        by_window = {name: bench.frame["window"].map(dict(enumerate(values.tolist()))) for name, values in found.items()}
+        bench.frame = bench.frame.assign(**by_window)
+
+        def mean(what: str, place: int | str) -> float:
+            return float(found[column(what, place)].mean())
+
+        return NeedleResult(
+            windows=len(prompts),
+            prompt_tokens=prompts.shape[1],
+            asked_tokens=asked,
+            depths=[start / prompts.shape[1] for start in starts],
+            answered=[mean("answered", depth) for depth in range(self.depths)],
+            nats=[mean("nats", depth) for depth in range(self.depths)],
+            absent_answered=mean("answered", ABSENT),
+            absent_nats=mean("nats", ABSENT),
+        )
+
+
+def _found(bench: Bench, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of rows (W, P + C), whose last C tokens are asked: share of them that is predicted, and nats a token; both (W,) float64."""
+    import torch
+
+    from quicksilver.measure.perplexity import Protocol, scored_logits
+
+    right: list[torch.Tensor] = []
+    nats: list[torch.Tensor] = []
+    for part in rows.split(bench.protocol.batch_size):
+        asked = Protocol("continuation", rows.shape[1], bench.protocol.prompt_tokens, len(part))
+        with bench.apply():
+            steps = [
+                (logits.argmax(-1) == tokens, torch.nn.functional.cross_entropy(logits.float().mT, tokens, reduction="none"))
+                for logits, tokens in scored_logits(bench.model, part.to(bench.model.device), asked)
+            ]
+        for into, found in zip((right, nats), zip(*steps, strict=True), strict=True):
+            into.append(torch.cat(found, dim=1).double().mean(dim=1).cpu())
+    return torch.cat(right), torch.cat(nats)

@@ -1,0 +1,78 @@
+"""A passage that stands once in a prompt: where it stands, what is asked, and whether leaving its tokens out loses it."""
+
+import pandas as pd
+import pytest
+import torch
+from tiny import load
+
+from quicksilver.cli.progress import summary
+from quicksilver.data.windows import Windows
+from quicksilver.measure.bench import Bench
+from quicksilver.measure.needle import ABSENT, Needle, NeedleResult, column
+from quicksilver.measure.perplexity import Protocol
+from quicksilver.runs.config import compose
+from quicksilver.runs.run import ensure
+from quicksilver.runtime.errors import ConfigError
+
+SMALL = ["measure=needle", "measure.needle.windows=3", "measure.needle.depths=2", "measure.needle.needle_tokens=4", "measure.needle.cue_tokens=1"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def world(world, tmp_path_factory):
+    return [*world, f"results_dir={tmp_path_factory.mktemp('needle')}", "protocol=continuation", *SMALL]
+
+
+def test_a_needle_stands_where_its_depth_says_and_is_asked_for_at_the_end(monkeypatch):
+    rows = []
+
+    def seen(bench, batch):
+        rows.append(batch)
+        return torch.ones(len(batch), dtype=torch.float64), torch.zeros(len(batch), dtype=torch.float64)
+
+    monkeypatch.setattr("quicksilver.measure.needle._found", seen)
+    ids = torch.arange(4 * 24).reshape(4, 24)
+    frame = pd.DataFrame({"window": range(4)})
+    bench = Bench(load("gpt2"), Windows(ids, 4, 96, None, "made here"), Protocol("continuation", 24, 20, 2), frame=frame)
+    found = Needle(windows=4, depths=3, needle_tokens=5, cue_tokens=2).run(bench)
+    *placed, absent = rows
+    for row in range(4):
+        needle = ids[(row + 2) % 4, :5]
+        for depth, at in zip(placed, (2, 6, 11), strict=True):  # a sixth, a half and five sixths of the 13 places
+            assert torch.equal(depth[row, at : at + 5], needle)
+            assert torch.equal(
+                torch.cat([depth[row, :at], depth[row, at + 5 : 18]]), torch.cat([ids[row, :at], ids[row, at + 5 : 18]])
+            )
+        for every in rows:
+            assert torch.equal(every[row, 18:], needle)  # the prompt has 20 tokens, of which two are the cue
+        assert torch.equal(absent[row, :18], ids[row, :18])
+    assert found.asked_tokens == 3
+    assert found.depths == [2 / 20, 6 / 20, 11 / 20]
+    assert bench.frame[column("answered", ABSENT)].tolist() == [1.0] * 4
+
+
+def test_a_run_and_its_dense_run_answer_window_by_window(world):
+    (record,) = ensure([compose([*world, "modules=[static_depth]", "modules.static_depth.depth=0.5"])])
+    found = record.measured("needle", NeedleResult)
+    windows = record.windows.set_index("window")
+    for depth in range(2):
+        answered = windows[column("answered", depth)]
+        assert answered.notna().sum() == 3
+        assert found.answered[depth] == pytest.approx(answered.mean())
+        assert found.nats[depth] == pytest.approx(windows[column("nats", depth)].mean())
+    dense = ensure([compose([*world, "modules=[]"])])[0]
+    assert record.dense_fingerprint == dense.fingerprint
+    assert dense.measured("needle", NeedleResult).nats != found.nats
+    assert f"  needle       {found.line()}" in summary(record)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["measure.needle.cue_tokens=4"], "cue_tokens=4: it must be less than needle_tokens=4"),
+        (["measure.needle.needle_tokens=40"], "fill the prompt"),
+        (["measure.needle.windows=1"], "windows=1 must be"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(world, words, said):
+    with pytest.raises(ConfigError, match=said):
+        compose([*world, *words])

@@ -128,7 +128,8 @@ def put(content: dict[str, Any], name: str, result: Result) -> None:
 def make(
     results: Path, name: str, protocol: str = "all", *, per_token: float | None = None, null_per_token: float | None = None, saved: float = 0.0,
     faster: float = 0.0, noise_pct: float = 1.0, prompt_timed: bool = False, without: Sequence[str] = (), spread: float = 1.0,
-    measured: Mapping[str, Result] | None = None, files: Mapping[str, Callable[[Path], object]] | None = None, **changes: Any,
+    measured: Mapping[str, Result] | None = None, files: Mapping[str, Callable[[Path], object]] | None = None,
+    columns: Mapping[str, Any] | None = None, **changes: Any,
 ) -> Record:  # fmt: skip
     """A whole record in `results`; the dense one of `protocol` when `per_token` is None.
 
@@ -140,12 +141,13 @@ def make(
         without: measurements that were not made, of `latency` and `audit`.
         measured: what further ones found, by name.
         files: further files by name; each is given its path.
+        columns: further ones of windows.parquet.
         changes: other entries of record.json.
     """
     dense = per_token is None
     tokens, nats = TOKENS[protocol], dense_nats(protocol)
     noise = np.random.default_rng(1).standard_normal((2, WINDOW_COUNT)) * 0.001 * spread * tokens
-    windows = pd.DataFrame({"window": range(WINDOW_COUNT), "tokens": tokens, "nll_nats": nats})
+    windows = pd.DataFrame({"window": range(WINDOW_COUNT), "tokens": tokens, "nll_nats": nats, **(columns or {})})
     base = quality(windows, protocol)
     if per_token is not None:
         windows["nll_nats"] = nats + per_token * tokens + noise[0]

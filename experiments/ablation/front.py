@@ -6,15 +6,16 @@ The paper's mechanisms stand at their defaults and as table fair_trial tuned the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pandas as pd
 
 from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row, artefact
 from quicksilver.report.reproduction import FOUND
-from quicksilver.report.table import ENDS, Column, Panel, Table, signed
+from quicksilver.report.table import ENDS, Column, Panel, Table, number, signed
 
 from ..sweeps import table_fair_trial as fair_trial
 from ..sweeps.figure_ladder import SEEDS
@@ -23,6 +24,7 @@ from .techniques import chosen, options, row_of, steps
 
 PANEL, RECALL, WRITTEN = "continuation", "far-recall", "generation"
 ALWAYS = {PANEL: fair_trial.TESTED, RECALL: prompts.on_far_text(RECALL), WRITTEN: prompts.WRITING}
+GREEDY_ALONE = ("measure.generation.sampled=false",)  # rows that table generation does not have
 DEFAULT = {"isolated.halting": "Paper: halting, default", "cumulative.quantization": "Paper: all four, default"}
 TUNED = {  # mechanism and budget: Table 11 has those of 15%; at 25% the prompt-only one saves nearly what the rows below do
     ("halting", 15): "Paper: halting, tuned",
@@ -46,11 +48,13 @@ def front_rows() -> list[Row]:
 
 def _rows(panel: str, *model: str) -> Iterator[Row]:
     always = (*ALWAYS[panel], *model)
-    alone, all_four = (
-        replace(row, section="", technique=DEFAULT[row.key]) for row in steps(panel, *always) if row.key in DEFAULT
+    paper = (*always, *GREEDY_ALONE) if panel == WRITTEN else always
+    alone, all_four = (  # table generation has the second one
+        next(replace(row, section="", technique=said) for row in steps(panel, *words) if row.key == key)
+        for (key, said), words in zip(DEFAULT.items(), (paper, always), strict=True)
     )
     tuned = (
-        fair_trial.tuned(Row(panel, "", f"tuned.{mechanism}.{budget}", technique, always), mechanism, budget)
+        fair_trial.tuned(Row(panel, "", f"tuned.{mechanism}.{budget}", technique, paper), mechanism, budget)
         for (mechanism, budget), technique in TUNED.items()
     )
     yield from (row_of(panel, "", "dense", "Dense", "", *always), alone, *tuned, all_four)
@@ -144,8 +148,16 @@ def _found(frame: pd.DataFrame) -> Iterator[str]:
             f"{FOUND}predicting the K/V of stopped tokens (ours) {saved('40')} for {cost('40')} perplexity; truncating the prompt "
             f"{saved('truncated')} for {cost('truncated')}. {'' if apart else 'Perplexity does not tell them apart. '}"
             f"KL × 100 is {100 * ours['kl_nats']:.1f} against {100 * cut['kl_nats']:.1f}; when answers depend on distant context, perplexity changes by {cost('40', 'recall_')} "
-            f"against {cost('truncated', 'recall_')}."
+            f"against {cost('truncated', 'recall_')}." + _same_text(ours, rows.get("position", {}))
         )
+
+
+def _same_text(ours: Mapping[str, Any], oldest: Mapping[str, Any]) -> str:
+    """How much of the greedy text is the dense model's, beside dropping alone; nothing where no text was generated."""
+    mine, theirs = number(ours, "agreement"), number(oldest, "agreement")
+    if mine is None or theirs is None:
+        return ""
+    return f" Of greedy text it keeps {mine:.0f}%, and dropping the oldest tokens keeps {theirs:.0f}%."
 
 
 # --- a second training --------------------------------------------------------------------------------------------------------------

@@ -489,12 +489,15 @@ def distance(made: pd.DataFrame, reference: Committed | None, name: str) -> str:
     apart: dict[str, float] = {}
     for column in (column for column in here if not any(word in str(column) for word in _OF_THE_MACHINE)):
         ours, theirs = here[column], there[column]
-        both_empty = ours.isna() & theirs.isna()
-        if column not in _SAME and all(map(pd.api.types.is_numeric_dtype, (ours, theirs))):
-            apart[column] = float((ours.astype(float) - theirs.astype(float)).abs().max())
-        elif len(other := ((ours.astype(str) != theirs.astype(str)) & ~both_empty).to_numpy().nonzero()[0]):
+        numbers = column not in _SAME and all(map(pd.api.types.is_numeric_dtype, (ours, theirs)))
+        unlike = (
+            ours.isna() != theirs.isna() if numbers else (ours.astype(str) != theirs.astype(str)) & ~(ours.isna() & theirs.isna())
+        )
+        if len(other := unlike.to_numpy().nonzero()[0]):
             row = other[0]
             return f"{against}not comparable, {column} is {ours.iloc[row]} here and {theirs.iloc[row]} there (row {here.index[row]})."
+        if numbers:
+            apart[column] = float((ours.astype(float) - theirs.astype(float)).abs().fillna(0.0).max())
     worst = max(apart, key=lambda column: apart[column], default=None)
     found = f"at most {apart[worst]:.2g} apart ({worst})" if worst is not None and apart[worst] > 0 else "no difference"
     return f"{against}{len(here)} rows compared, {found}."

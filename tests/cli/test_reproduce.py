@@ -215,6 +215,17 @@ def test_the_distance_is_the_largest_over_the_rows(made):
     assert "at most 0.5 apart (delta_ppl)" in said
 
 
+def test_no_empty_column_hides_a_difference():
+    here = pd.DataFrame({"key": ["a", "b"], "nothing": [None, None], "value": [1.0, 2.0], "some": [1.0, None]}).astype(
+        {"nothing": float}
+    )
+    apart = lambda **columns: distance(here, Committed(here.assign(**columns), "x"), "x.csv")
+    assert "2 rows compared, no difference" in apart()
+    assert "at most 3 apart (value)" in apart(value=[1.0, 5.0])
+    assert "not comparable, some is nan here and 4.0 there" in apart(some=[1.0, 4.0])
+    assert "not comparable, value is 2 here and nan there" in apart(value=[1.0, None])
+
+
 @pytest.mark.parametrize(("column", "value"), first([("token_digest", "1234567"), ("weights_digest", "other"), ("windows", 64)]))
 def test_other_text_weights_or_windows_are_not_compared(made, column, value):
     other = made.copy()

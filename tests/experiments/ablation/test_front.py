@@ -1,6 +1,7 @@
 """Table front: its runs are those of other tables, and the columns of far recall and of texts are read from runs of their own."""
 
 from pathlib import Path
+from typing import Any
 
 import fakes
 import pytest
@@ -8,9 +9,10 @@ import yaml
 
 from quicksilver.experiments.ablation import front, prompts, table11_ablation
 from quicksilver.experiments.sweeps import table_fair_trial
+from quicksilver.measure.needle import column
 from quicksilver.models.loading import EMBEDDED
 from quicksilver.records.store import Store
-from quicksilver.report.artefacts import find
+from quicksilver.report.artefacts import Outcome, find
 from quicksilver.report.table import read
 from quicksilver.runs.config import compose
 
@@ -92,3 +94,31 @@ def test_nothing_is_chosen_for_the_second_training():
     assert {tuple(sorted(row.overrides)) for row in shared} <= {
         tuple(sorted((*row.overrides, f"model={one}"))) for row in front.front_rows()
     }
+
+
+def test_what_is_found_of_a_needle_is_compared_prompt_by_prompt(tmp_path) -> None:
+    def answers(lost: int) -> dict[str, Any]:
+        """Half of a needle is found behind the first `lost` depths, and one eighth in them; eight windows of 16 have one."""
+        asked = [i < 8 for i in range(fakes.WINDOW_COUNT)]
+        share = {place: 0.125 if place == "absent" or place < lost else 0.5 for place in (*range(prompts.DEPTHS), "absent")}
+        return {column("answered", place): [value if yes else None for yes in asked] for place, value in share.items()}
+
+    lost = {"dense": 0, "40": 2, "truncated": 4, "position": 5}
+    dense = fakes.make(tmp_path, "dense", "continuation", columns=answers(0))
+    rows = [row for row in prompts.needle_rows() if row.panel == "far-gpt2" and row.key in lost]
+    outcomes = [
+        Outcome(row, dense, dense)
+        if row.key == "dense"
+        else Outcome(row, fakes.make(tmp_path, row.key, "continuation", per_token=0.0, columns=answers(lost[row.key])), dense)
+        for row in rows
+    ]
+    table = find("table", "needle").build(outcomes, "table_needle")
+    less = dict(zip(table.frame["key"], table.frame["less"], strict=True))
+    assert {key: less[key] for key in lost if key != "dense"} == {"40": -7.5, "truncated": -15.0, "position": -18.75}
+    ours = table.frame.set_index("key").loc["40"]
+    assert [ours[f"depth_{depth}"] for depth in range(3)] == [12.5, 12.5, 50]
+    assert (ours["less_low"], ours["less_high"], ours["none"]) == (-7.5, -7.5, 12.5)
+    figure = find("figure", "needle").build(outcomes, "figure_needle")
+    assert figure.finding.startswith("far-gpt2: predicting K/V finds 8, truncating 15, dropping the oldest 19 points less")
+    assert not prompts.figure_needle(outcomes[:2], "x").finding
+    assert "failed" in prompts.table_needle([Outcome(rows[1], reason="failed")], "x").text(150)

@@ -139,5 +139,7 @@ def audit(
             shift = torch.randint(1, max(2, vocabulary), tail.shape, generator=generator)
             replaced[:, probe + 1 :] = (tail + shift) % vocabulary  # never the token that was there
             kept = slice(0, probe - row_zero + 1)
-            worst = max(worst, float((logits_of(replaced)[:, kept] - original[:, kept]).abs().max()))
+            after = logits_of(replaced)[:, kept]
+            check_finite(after.isfinite().all(-1), 0, protocol, model)  # NaN is no less than any bound
+            worst = max(worst, float((after - original[:, kept]).abs().max()))
     return AuditResult(worst, float(original.abs().max()), len(probes), probes)

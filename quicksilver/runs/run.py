@@ -621,11 +621,12 @@ def compare(record: Record, bench: Bench) -> tuple[float, float]:
         execution=bench.execution, progress=bench.batches_done, dense=bench.dense.logits if bench.dense and bench.modules else None, decision_layers=bench.decision_layers,
     )  # fmt: skip
     here, there = scores.windows, record.windows.iloc[:count]
-    nats = max(
-        float(np.abs(here[column].to_numpy(float) / by - there[column].to_numpy(float) / by).max())
+    apart = [
+        np.abs(here[column].to_numpy(float) / by - there[column].to_numpy(float) / by)
         for column, by in (("nll_nats", here["tokens"].to_numpy(float)), ("kl_nats", 1.0))
         if column in here and column in there
-    )
+    ]
+    nats = float(np.max(apart))  # NaN, of which nothing agrees, stays
     done, before = (float(frame["executed_flops"].sum()) for frame in (here, there))
     return nats, abs(done / before - 1)
 

@@ -15,7 +15,7 @@ from quicksilver.baselines.number_formats import BFloat16
 from quicksilver.data.windows import windows_of
 from quicksilver.measure import Protocol, score
 from quicksilver.measure.audit import audit
-from quicksilver.measure.perplexity import DenseLogits, divergence
+from quicksilver.measure.perplexity import DenseLogits, divergence, scored_logits
 from quicksilver.runtime import ConfigError, LayerView, QuickSilverError, TokenPolicy, TokenState, apply
 
 
@@ -119,6 +119,19 @@ def test_a_module_that_reads_the_next_token_is_caught(name: str) -> None:
     assert result.max_abs_logit_difference > 0.05 * result.max_abs_logit
     assert result.leaks
     assert not audit(tiny.load("gpt2"), random_windows(4, 16), protocol, [], seed=1).leaks
+
+
+def test_nan_behind_other_tokens_is_no_small_movement(monkeypatch):
+    passes = []
+
+    def poisoned(*given):
+        passes.append(1)
+        for logits, tokens in scored_logits(*given):
+            yield logits * (math.nan if len(passes) > 1 else 1.0), tokens
+
+    monkeypatch.setattr("quicksilver.measure.perplexity.scored_logits", poisoned)
+    with pytest.raises(QuickSilverError, match="NaN or infinite"):
+        audit(tiny.load("gpt2"), random_windows(4, 16), ALL, [], seed=1)
 
 
 @given(

@@ -335,6 +335,7 @@ def _needles(record: Record, depth: int | str | None = None) -> pd.Series:
 
 def _found_at_depths(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     rows = []
+    ours = {one.row.panel: one.record for one in outcomes if one.row.key == "40" and one.record is not None}
     for one in outcomes:
         row = comparison.described(one)
         if one.record is not None and one.dense is not None:
@@ -343,8 +344,13 @@ def _found_at_depths(outcomes: Sequence[Outcome]) -> pd.DataFrame:
             row |= {f"depth_{depth}": float(_needles(one.record, depth).mean()) for depth in range(DEPTHS)}
             if one.record.modules:
                 row |= _averaged("less", _needles(one.record) - _needles(one.dense))
+            if one.row.panel in ours and one.record.modules and one.record is not ours[one.row.panel]:
+                row |= _averaged("less_than_ours", _needles(one.record) - _needles(ours[one.row.panel]))
         rows.append(row)
-    named = [*(f"{name}{end}" for name in ("found", "less") for end in ENDS), *(f"depth_{depth}" for depth in range(DEPTHS))]
+    named = [
+        *(f"{name}{end}" for name in ("found", "less", "less_than_ours") for end in ENDS),
+        *(f"depth_{depth}" for depth in range(DEPTHS)),
+    ]
     return pd.DataFrame(rows, columns=[*("panel", "section", "key", "technique", "status", "saved", *named, "none", "record")])
 
 
@@ -356,6 +362,7 @@ def table_needle(outcomes: Sequence[Outcome], name: str) -> Table:
         Column("", "saved %", "{saved:+.1f}"),
         Column("needle found %", "all depths", with_ends("found", between=" ")),
         Column("needle found %", "minus dense", with_ends("less", "+.1f", " ")),
+        Column("needle found %", "minus ours", with_ends("less_than_ours", "+.1f", " "), expendable=1),
         *(Column("by depth", f"{100 * (depth + 0.5) / DEPTHS:.0f}%", f"{{depth_{depth}:.0f}}") for depth in range(DEPTHS)),
         Column("", "no needle", "{none:.0f}"),
     )
@@ -365,10 +372,11 @@ def table_needle(outcomes: Sequence[Outcome], name: str) -> Table:
     )
     legend = (
         f"A passage of {LONG} tokens from another window replaces {LONG} tokens of the prompt. The prompt ends with the passage's first {CUE} tokens. "
-        f"The other {LONG - CUE} are to follow. Needle found: share of them that is the likeliest token, mean over {HAYSTACKS} prompts, with its 95% "
-        "interval.",
-        "by depth: the share of the prompt that stands before the passage. minus dense: over all depths, paired by prompt. no needle: the same where "
-        "the passage stands at the end only. So much of it can be guessed.",
+        f"The other {LONG - CUE} are to follow. Needle found: share of them that is the likeliest token, given the true ones before it. It is the mean over "
+        f"the first {HAYSTACKS} prompts, with its 95% interval.",
+        "by depth: how far down the passage stands, from the prompt's beginning (0%) to right before its last tokens (100%). minus dense, minus ours: over "
+        "all depths, paired by prompt. no needle: the same where the passage stands at the end only. So much of it can be guessed.",
+        "far-gpt2 and far-llama were trained on windows of which some have repeated passages.",
         "saved: executed operations of the scored windows' prompts, signals included, in percent of dense.",
     )
     return Table(name, "A needle in the prompt: is it found, wherever it stands?", _found_at_depths(outcomes), panels, legend)
@@ -392,7 +400,7 @@ def figure_needle(outcomes: Sequence[Outcome], name: str) -> Figure:
             plot.set_title(title)
             plot.set_ylim(0, 100)
         for plot in plots[-1]:
-            plot.set_xlabel("share of the prompt before the needle, %")
+            plot.set_xlabel("depth of the needle, % (100: right before the end)")
         for plot in plots[:, 0]:
             plot.set_ylabel("needle found, %")
         for name_of, line in lines.items():
@@ -400,7 +408,7 @@ def figure_needle(outcomes: Sequence[Outcome], name: str) -> Figure:
         legend_below(drawing, [*lines.values()], ncols=4)
     caption = (
         f"A passage from elsewhere stands once in the prompt. Its first {CUE} tokens end the prompt. Found: the share of the next {LONG - CUE} that is "
-        "predicted.",
+        "predicted, each given the true ones before it.",
         *provenance.notes(outcomes),
     )
     return Figure(name, "A needle in the prompt", found.reset_index(drop=True), drawing, caption, finding=_needle_finding(found))

@@ -99,14 +99,15 @@ class Bench:
         """(B, N) long on the model's device: the first `batch_windows` windows, or as many as there are."""
         return self.windows.ids[: self.batch_windows].to(self.model.device)
 
-    def prompts(self, measurement: str, count: int, tokens: int, new_tokens: int) -> torch.Tensor:
+    def prompts(
+        self, measurement: str, count: int, tokens: int, new_tokens: int, options: str = "prompt_tokens={} and new_tokens={}"
+    ) -> torch.Tensor:
         """(P, N) long: the beginnings of the first windows; raises ConfigError where the model has no positions for what shall follow."""
         found = self.windows.ids[:count, :tokens]
         positions = getattr(self.model.config, "max_position_embeddings", None)
         if positions is not None and found.shape[1] + new_tokens > positions:
             raise ConfigError(
-                f"measure.{measurement}: prompt_tokens={found.shape[1]} and new_tokens={new_tokens} are more than the model's {positions} "
-                "positions."
+                f"measure.{measurement}: {options.format(found.shape[1], new_tokens)} are more than the model's {positions} positions."
             )
         return found
 

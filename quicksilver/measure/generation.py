@@ -109,8 +109,8 @@ class Generation(Measurement):
     def check(self, setting: Setting) -> None:
         setting.check_prompt(self.prompt_tokens)
 
-    def windows_passed(self, window_tokens: int) -> float:
-        written_and_read = 2 * self.prompts * (1 + self.sampled)
+    def windows_passed(self, windows: int, window_tokens: int) -> float:
+        written_and_read = 2 * min(self.prompts, windows) * (1 + self.sampled)
         return 2 * written_and_read * (self.prompt_tokens + self.new_tokens) / window_tokens  # by the run and by the dense model
 
     def run(self, bench: Bench) -> GenerationResult | None:

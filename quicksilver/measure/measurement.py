@@ -222,8 +222,8 @@ class Measurement(Options, ABC):
         found = vars(sys.modules[cls.__module__]).get(said.removesuffix(" | None")) if isinstance(said, str) else said
         return found if isinstance(found, type) and issubclass(found, Result) else None
 
-    def windows_passed(self, window_tokens: int) -> float | None:
-        """About how many windows of that length go through the model, where options say it; None: `share` does."""
+    def windows_passed(self, windows: int, window_tokens: int) -> float | None:
+        """About how many windows of that length go through the model, of a text with so many; None: `share` says it, not the options."""
         return None
 
     def identity(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class NeedleResult(Result):
     Attributes:
         prompt_tokens, asked_tokens: lengths of a prompt, and of what is to follow.
         depths: what share of the prompt stands before the needle, 0 to 1.
-        answered: share of the asked tokens that are the likeliest prediction, by depth, 0 to 1.
+        answered: share of the asked tokens that are the likeliest prediction after the true ones before them, by depth, 0 to 1.
         nats: negative log-likelihood of an asked token, by depth.
         absent_answered, absent_nats: where the prompt has no needle: the text after its first tokens can be guessed.
     """
@@ -50,7 +50,7 @@ class NeedleResult(Result):
 
     def line(self) -> str:
         shares = " ".join(f"{100 * share:.0f}" for share in self.answered)
-        return f"{shares}% of its tokens are found, by depth; {100 * self.absent_answered:.0f}% where there is none"
+        return f"{shares}% of a passage is found, by its depth in {self.windows} prompts; {100 * self.absent_answered:.0f}% where it is not there"
 
 
 @dataclass
@@ -58,8 +58,8 @@ class Needle(Measurement):
     """Prompts of the protocol's length, of the first windows.
 
     Args:
-        windows: how many; each has the beginning of another one as its needle.
-        depths: how many places, evenly over the prompt.
+        windows: how many, fewer where there are not as many; each has the beginning of another one as its needle.
+        depths: how many places, evenly from the prompt's beginning to its cue.
         needle_tokens: length of the passage.
         cue_tokens: of them the first, with which the prompt ends.
     """
@@ -72,7 +72,11 @@ class Needle(Measurement):
     share = 0.5
 
     def check(self, setting: Setting) -> None:
-        setting.check_prompt(setting.prompt_tokens)
+        if setting.prompt_tokens > setting.window_tokens:
+            raise ConfigError(
+                f"windows={self.windows}: windows of {setting.window_tokens} tokens are shorter than the prompt: give a smaller "
+                f"protocol.prompt_tokens than {setting.prompt_tokens}."
+            )
         if not self.cue_tokens < self.needle_tokens:
             raise ConfigError(f"cue_tokens={self.cue_tokens}: it must be less than needle_tokens={self.needle_tokens}.")
         if self.needle_tokens + self.cue_tokens >= setting.prompt_tokens:
@@ -81,17 +85,18 @@ class Needle(Measurement):
                 f"(protocol.prompt_tokens={setting.prompt_tokens}): make it longer."
             )
 
-    def windows_passed(self, window_tokens: int) -> float:
-        return self.windows * (self.depths + 1)
+    def windows_passed(self, windows: int, window_tokens: int) -> float:
+        return min(self.windows, windows) * (self.depths + 1)
 
     def run(self, bench: Bench) -> NeedleResult:
         import torch
 
         asked = self.needle_tokens - self.cue_tokens
-        prompts = bench.prompts("needle", self.windows, bench.protocol.prompt_tokens, asked)  # (W, P)
+        of = "protocol.prompt_tokens={} and needle_tokens - cue_tokens={}"
+        prompts = bench.prompts("needle", self.windows, bench.protocol.prompt_tokens, asked, of)  # (W, P)
         if len(prompts) < 2:
             raise ConfigError(
-                "measure.needle: the text has one window, and a needle is a passage of another: give a longer text."
+                "measure.needle: one window is scored, and a needle is a passage of another: give dataset.windows=2 or more."
             )
         needles = prompts.roll(len(prompts) // 2, 0)[:, : self.needle_tokens]
         hay = prompts[:, : -self.cue_tokens]

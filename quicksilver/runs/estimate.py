@@ -188,7 +188,7 @@ def windows_passed(config: RunConfig, windows: int, *, in_blocks: bool = False) 
             total += (rounds + (warmup if isinstance(warmup, int) else 0)) * _VARIANTS * batch
         elif name == "null_control":
             total += windows
-        elif (own := measurement.windows_passed(config.protocol.window_tokens)) is not None:
+        elif (own := measurement.windows_passed(windows, config.protocol.window_tokens)) is not None:
             total += own
         else:
             total += measurement.share / measurements["quality"].share * batch * 4

@@ -140,7 +140,11 @@ def test_more_passes_take_longer():
     )
     scored = sweep  # both models, once; both write and read each prompt's text, in both ways
     assert few == pytest.approx(2 * scored * 2 * (256 + 64) / 512 + scored, rel=0.2)
-    assert greedy < few < many
+    assert greedy < few == many  # of 64 windows
+    few, all_there = (
+        estimate.windows_passed(compose(["measure=needle", "protocol=continuation"]), windows) for windows in (4, 32)
+    )
+    assert all_there == 8 * few  # each window is asked eleven times, up to 32 of them
 
 
 def test_a_plan_of_a_sweep_and_of_a_table_starts_nothing(words, tmp_path, capsys, prints, monkeypatch):

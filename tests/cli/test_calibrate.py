@@ -33,7 +33,10 @@ def test_it_measures_once(tmp_path: Path, data_root: Path, prints) -> None:
     assert again.splitlines()[-1] == f"calibration={path}"
 
 
-def test_maps_and_schedules_are_of_the_windows_that_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_maps_and_schedules_are_of_the_windows_that_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("QUICKSILVER_DATA", raising=False)  # or paragraphs are compared with every text that is there
     (tmp_path / "dataset").mkdir()
     (tmp_path / "own.txt").write_text("".join(f"Line {i} says that {i * i} is the square of {i}.\n\n" for i in range(400)))
     files = {"test": __file__, "calibration": str(tmp_path / "own.txt")}

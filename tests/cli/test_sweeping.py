@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from markupsafe import escape
+from thinning import first
 
 import quicksilver.runs.run as harness_run
 from quicksilver.cli import main as console
@@ -446,7 +447,7 @@ def test_a_sweep_that_runs_already_is_refused(words, results, nothing_runs, refu
 
 
 @pytest.mark.parametrize(
-    "way", ["--config-dir={0}", "hydra.searchpath=[file://{0}]", "--config-dir={0}/dataset --config-dir={0}"]
+    "way", first(["--config-dir={0}", "hydra.searchpath=[file://{0}]", "--config-dir={0}/dataset --config-dir={0}"])
 )
 def test_a_list_of_datasets_may_have_one_s_own(words, tmp_path, capsys, way):
     text = next(word.split("=")[1] for word in words if word.startswith("dataset.files.test="))

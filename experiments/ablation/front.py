@@ -157,7 +157,7 @@ def _same_text(ours: Mapping[str, Any], oldest: Mapping[str, Any]) -> str:
     mine, theirs = number(ours, "agreement"), number(oldest, "agreement")
     if mine is None or theirs is None:
         return ""
-    return f" Of greedy text it keeps {mine:.0f}%, and dropping the oldest tokens keeps {theirs:.0f}%."
+    return f" Of the dense model's greedy text prediction keeps {mine:.0f}%, dropping the oldest tokens {theirs:.0f}%."
 
 
 # --- a second training --------------------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class Bounds(Measurement):
     iterations: Positive = 3
     depths: list[InnerShare] = field(default_factory=lambda: [0.4, 0.5, 0.667])
 
-    share = 0.3
+    share = 0.8
     of_dense = "alone"
 
     def check(self, setting: Setting) -> None:

@@ -106,7 +106,7 @@ class Lenses(Measurement):
     windows: Annotated[int, at_least(8)] = 16
     rounding: bool = True
 
-    share = 2.0
+    share = 6.0
     of_dense = "alone"
     reads = ("tuned_lens",)  # modules.fitted.TUNED_LENS, whose import would bring torch
 

@@ -305,24 +305,22 @@ NEEDLE: Members = {
     "truncated": "Truncate the prompt",
     "random": "Drop random tokens",
 }
-HAYSTACKS, DEPTHS, LONG, CUE = 32, 10, 32, 8  # prompts, places, tokens of a needle, those of them that end the prompt
-ASKED = {"reference-gpt2": 448, "reference-llama": 448, "far-gpt2": 960, "far-llama": 960}  # model -> tokens of a prompt
-IN_HAY = {model: f"{model}, prompts of {tokens} tokens" for model, tokens in ASKED.items()}
+NEEDLE_PROMPTS, DEPTHS, NEEDLE_TOKENS, CUE_TOKENS = 32, 10, 32, 8
+NEEDLE_SIZE = (
+    f"measure.needle.windows={NEEDLE_PROMPTS}", f"measure.needle.depths={DEPTHS}", f"measure.needle.needle_tokens={NEEDLE_TOKENS}",
+    f"measure.needle.cue_tokens={CUE_TOKENS}",
+)  # fmt: skip
+PROMPT_TOKENS = {"reference-gpt2": 448, "reference-llama": 448, "far-gpt2": 960, "far-llama": 960}
+NEEDLE_PANELS = {model: f"{model}, prompts of {tokens} tokens" for model, tokens in PROMPT_TOKENS.items()}
 
 
 def needle_rows() -> list[Row]:
     """Dense and every row, a panel a model."""
     found: list[Row] = []
-    for model, tokens in ASKED.items():
+    for model, tokens in PROMPT_TOKENS.items():
         keep = KEPT.get(model, {}).get(tokens, (0.6,))[0]
         own = {"truncated": ("prompt_truncation", f"modules.prompt_truncation.keep={keep}")}
-        always = (
-            *windows_of(tokens),
-            "measure=needle",
-            f"measure.needle.depths={DEPTHS}",
-            f"model={model}",
-            "dataset=python-docs",
-        )
+        always = (*windows_of(tokens), "measure=needle", *NEEDLE_SIZE, f"model={model}", "dataset=python-docs")
         found += panel_rows(model, {"": NEEDLE}, *always, own=own)
     return found
 
@@ -343,12 +341,12 @@ def _found_at_depths(outcomes: Sequence[Outcome]) -> pd.DataFrame:
             row |= _averaged("found", _needles(one.record)) | {"none": float(_needles(one.record, ABSENT).mean())}
             row |= {f"depth_{depth}": float(_needles(one.record, depth).mean()) for depth in range(DEPTHS)}
             if one.record.modules:
-                row |= _averaged("less", _needles(one.record) - _needles(one.dense))
+                row |= _averaged("minus_dense", _needles(one.record) - _needles(one.dense))
             if one.row.panel in ours and one.record.modules and one.record is not ours[one.row.panel]:
-                row |= _averaged("less_than_ours", _needles(one.record) - _needles(ours[one.row.panel]))
+                row |= _averaged("minus_ours", _needles(one.record) - _needles(ours[one.row.panel]))
         rows.append(row)
     named = [
-        *(f"{name}{end}" for name in ("found", "less", "less_than_ours") for end in ENDS),
+        *(f"{name}{end}" for name in ("found", "minus_dense", "minus_ours") for end in ENDS),
         *(f"depth_{depth}" for depth in range(DEPTHS)),
     ]
     return pd.DataFrame(rows, columns=[*("panel", "section", "key", "technique", "status", "saved", *named, "none", "record")])
@@ -361,19 +359,19 @@ def table_needle(outcomes: Sequence[Outcome], name: str) -> Table:
         Column("", "technique", comparison.technique_cell, align="left"),
         Column("", "saved %", "{saved:+.1f}"),
         Column("needle found %", "all depths", with_ends("found", between=" ")),
-        Column("needle found %", "minus dense", with_ends("less", "+.1f", " ")),
-        Column("needle found %", "minus ours", with_ends("less_than_ours", "+.1f", " "), expendable=1),
+        Column("needle found %", "minus dense", with_ends("minus_dense", "+.1f", " ")),
+        Column("needle found %", "minus ours", with_ends("minus_ours", "+.1f", " "), expendable=1),
         *(Column("by depth", f"{100 * (depth + 0.5) / DEPTHS:.0f}%", f"{{depth_{depth}:.0f}}") for depth in range(DEPTHS)),
         Column("", "no needle", "{none:.0f}"),
     )
     panels = tuple(
         Panel(model, title, columns, provenance.notes([one for one in outcomes if one.row.panel == model]))
-        for model, title in IN_HAY.items()
+        for model, title in NEEDLE_PANELS.items()
     )
     legend = (
-        f"A passage of {LONG} tokens from another window replaces {LONG} tokens of the prompt. The prompt ends with the passage's first {CUE} tokens. "
-        f"The other {LONG - CUE} are to follow. Needle found: share of them that is the likeliest token, given the true ones before it. It is the mean over "
-        f"the first {HAYSTACKS} prompts, with its 95% interval.",
+        f"A passage of {NEEDLE_TOKENS} tokens from another window replaces {NEEDLE_TOKENS} tokens of the prompt. The prompt ends with the passage's first {CUE_TOKENS} tokens. "
+        f"The other {NEEDLE_TOKENS - CUE_TOKENS} are to follow. Needle found: share of them that is the likeliest token, given the true ones before it. It is the mean over "
+        f"the first {NEEDLE_PROMPTS} prompts, with its 95% interval.",
         "by depth: how far down the passage stands, from the prompt's beginning (0%) to right before its last tokens (100%). minus dense, minus ours: over "
         "all depths, paired by prompt. no needle: the same where the passage stands at the end only. So much of it can be guessed.",
         "far-gpt2 and far-llama were trained on windows of which some have repeated passages.",
@@ -390,7 +388,7 @@ def figure_needle(outcomes: Sequence[Outcome], name: str) -> Figure:
     with style():
         drawing, plots = panels(2, 2, size=(9, 6), sharex=True)
         lines = {}
-        for plot, (model, title) in zip(plots.flat, IN_HAY.items(), strict=True):
+        for plot, (model, title) in zip(plots.flat, NEEDLE_PANELS.items(), strict=True):
             for row in found[found["panel"] == model].to_dict("records"):
                 place = 0 if row["key"] == "dense" else 1 + [*NEEDLE].index(row["key"])
                 look = {"color": ("black", *PALETTE[1:])[place], "marker": ("", *MARKERS)[place], "linestyle": "-"}
@@ -407,7 +405,7 @@ def figure_needle(outcomes: Sequence[Outcome], name: str) -> Figure:
             line.set_label(name_of)
         legend_below(drawing, [*lines.values()], ncols=4)
     caption = (
-        f"A passage from elsewhere stands once in the prompt. Its first {CUE} tokens end the prompt. Found: the share of the next {LONG - CUE} that is "
+        f"A passage from elsewhere stands once in the prompt. Its first {CUE_TOKENS} tokens end the prompt. Found: the share of the next {NEEDLE_TOKENS - CUE_TOKENS} that is "
         "predicted, each given the true ones before it.",
         *provenance.notes(outcomes),
     )
@@ -416,7 +414,7 @@ def figure_needle(outcomes: Sequence[Outcome], name: str) -> Figure:
 
 def _needle_finding(found: pd.DataFrame) -> str:
     """By how much each is worse than dense on the model that finds most; nothing where one was not measured."""
-    less = found[found["panel"] == "far-gpt2"].set_index("key")["less"]
+    less = found[found["panel"] == "far-gpt2"].set_index("key")["minus_dense"]
     said = {"40": "predicting K/V finds", "truncated": "truncating", "position": "dropping the oldest"}
     if any(key not in less.index for key in said):
         return ""

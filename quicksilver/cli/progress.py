@@ -152,28 +152,16 @@ def counted(total: int, what: str) -> Iterator[Callable[[], None]]:
         yield lambda: bar.update() and None
 
 
-_SAID_APART = (
-    "quality",
-    "null_control",
-    "latency",
-    "flops",
-    "audit",
-    "task",
-    "memory",
-    "emissions",
-    "components",
-    "energy",
-    "deployment",
-)
+_SAID_APART = ("quality", "null_control", "latency", "flops")
 
 
-def _further(record: Record) -> dict[str, type[Result]]:
+def _further(record: Record, known: Mapping[str, type[Result]]) -> dict[str, type[Result]]:
     """What other measurements found, a user's own among them; not what no class at hand can read, nor times of simulated products."""
     from quicksilver.runs.parts import is_on, measurement_class
 
     found: dict[str, type[Result]] = {}
     for name, entry in record.config["measure"].items():
-        if name in _SAID_APART or not is_on(name, entry):
+        if name in (*_SAID_APART, *known) or not is_on(name, entry):
             continue
         with suppress(ConfigError):
             if not ((made := measurement_class(name, entry)).timed and record.simulated) and (result := made.result_class()):
@@ -210,7 +198,7 @@ def summary(record: Record) -> str:
     }  # fmt: skip
     if record.simulated:  # float products stand in for quantised ones
         results = {name: results[name] for name in ("audit", "task", "memory")}
-    results |= _further(record)
+    results |= _further(record, results)
     lines += [
         f"  {name:<12} {line}"
         for name, result in results.items()

@@ -220,7 +220,7 @@ class Measurement(Options, ABC):
         """What `run` is annotated to give; None: it does not say."""
         said = cls.run.__annotations__.get("return")
         found = vars(sys.modules[cls.__module__]).get(said.removesuffix(" | None")) if isinstance(said, str) else said
-        return found if isinstance(found, type) and issubclass(found, Result) else None
+        return next((one for one in get_args(found) or (found,) if isinstance(one, type) and issubclass(one, Result)), None)
 
     def windows_passed(self, windows: int, window_tokens: int) -> float | None:
         """About how many windows of that length go through the model, of a text with so many; None: `share` says it, not the options."""

@@ -130,20 +130,25 @@ class Needle(Measurement):
 
 
 def _found(bench: Bench, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of rows (W, P + C), whose last C tokens are asked: share of them that is predicted, and nats a token; both (W,) float64."""
+    """Of rows (W, P + C), whose last C tokens are asked: share of them that is predicted, and nats a token; both (W,) float64.
+
+    Raises:
+        QuickSilverError: logits that are not finite.
+    """
     import torch
 
-    from quicksilver.measure.perplexity import Protocol, scored_logits
+    from quicksilver.measure.perplexity import Protocol, check_finite, scored_logits
 
     right: list[torch.Tensor] = []
     nats: list[torch.Tensor] = []
-    for part in rows.split(bench.protocol.batch_size):
+    size = bench.protocol.batch_size
+    for start, part in zip(range(0, len(rows), size), rows.split(size), strict=True):
         asked = Protocol("continuation", rows.shape[1], bench.protocol.prompt_tokens, len(part))
         with bench.apply():
-            steps = [
-                (logits.argmax(-1) == tokens, torch.nn.functional.cross_entropy(logits.float().mT, tokens, reduction="none"))
-                for logits, tokens in scored_logits(bench.model, part.to(bench.model.device), asked)
-            ]
-        for into, found in zip((right, nats), zip(*steps, strict=True), strict=True):
-            into.append(torch.cat(found, dim=1).double().mean(dim=1).cpu())
+            calls = [*scored_logits(bench.model, part.to(bench.model.device), asked)]
+        logits, tokens = (torch.cat(parts, dim=1) for parts in zip(*calls, strict=True))  # (B, C, V), (B, C)
+        check_finite(logits.isfinite().all(-1), start, asked, bench.model)
+        right.append((logits.argmax(-1) == tokens).double().mean(dim=1).cpu())
+        lost = torch.nn.functional.cross_entropy(logits.float().mT, tokens, reduction="none")  # (B, C) nats
+        nats.append(lost.double().mean(dim=1).cpu())
     return torch.cat(right), torch.cat(nats)

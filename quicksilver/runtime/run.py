@@ -124,7 +124,7 @@ class Run:
         self._copies_kv = any(module.copies_kv for module in self.token_policies)
         self._visibility = Visibility(self.arch, any(module.proportional_attention for module in self.token_policies))
         self._machine = Machine(self.arch, precision)
-        this = weakref.proxy(self)  # no circle: with the run goes its cache, not when Python next looks for circles
+        this = weakref.proxy(self)  # no reference cycle: the cache is freed with the run, not at the next garbage collection
         self._planner = Planner(self._visibility, execution == "masked", precision is not None, lambda: this._new_store())
         self._store_kind = self._new_store().kind
         merging = [module for module in executing if isinstance(module, MergePolicy) and module.merges_cache]

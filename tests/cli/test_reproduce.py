@@ -472,6 +472,10 @@ SECOND, PROMPT = "reference-gpt2-seed43.continuation", "tuned.halting_prompt.15"
     ("far-gpt2 {:+.1f} to {:+.1f}% on code", [(USED, f"far-gpt2.{text}.960", "40", "delta_ppl_pct") for text in ("docs", "source")]),
     ("truncation costs far-gpt2 {:+.0f}% [{:+.0f}, {:+.0f}], and prediction {:+.0f}% [{:+.0f}, {:+.0f}]", [
         (USED, "far-gpt2.recall.960", key, f"delta_ppl_pct{end}") for key in ("truncated", "40") for end in ("", "_low", "_high")]),
+    ("far-gpt2 finds {:.0f}%; {:.0f}% can be guessed", [("table_needle", "far-gpt2", "dense", column) for column in ("found", "none")]),
+    ("prediction it finds {:.0f}%, with truncation {:.0f}%", [("table_needle", "far-gpt2", key, "found") for key in ("40", "truncated")]),
+    ("({:.1f} [{:.1f}, {:.1f}])", [("table_needle", "far-gpt2", "truncated", f"minus_ours{end}") for end in ("", "_low", "_high")]),
+    ("For far-llama that is {:.0f}%, {:.0f}% and {:.0f}%", [("table_needle", "far-llama", key, "found") for key in ("dense", "40", "truncated")]),
 ])  # fmt: skip
 def test_numbers_of_the_readmes_limits_are_cells_of_committed_tables(said, cells):
     found = []

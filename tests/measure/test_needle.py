@@ -1,5 +1,8 @@
 """A passage that stands once in a prompt: where it stands, what is asked, and whether leaving its tokens out loses it."""
 
+import copy
+import math
+
 import pandas as pd
 import pytest
 import torch
@@ -8,11 +11,11 @@ from tiny import load
 from quicksilver.cli.progress import summary
 from quicksilver.data.windows import Windows
 from quicksilver.measure.bench import Bench
-from quicksilver.measure.needle import ABSENT, Needle, NeedleResult, column
+from quicksilver.measure.needle import ABSENT, Needle, NeedleResult, _found, column
 from quicksilver.measure.perplexity import Protocol
 from quicksilver.runs.config import compose
 from quicksilver.runs.run import ensure
-from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 SMALL = ["measure=needle", "measure.needle.windows=3", "measure.needle.depths=2", "measure.needle.needle_tokens=4", "measure.needle.cue_tokens=1"]  # fmt: skip
 
@@ -48,6 +51,31 @@ def test_a_needle_stands_where_its_depth_says_and_is_asked_for_at_the_end(monkey
     assert found.asked_tokens == 3
     assert found.depths == [2 / 20, 6 / 20, 11 / 20]
     assert bench.frame[column("answered", ABSENT)].tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("batch_size", [2, 3])
+def test_what_is_found_is_what_one_pass_of_the_plain_model_predicts(batch_size):
+    model = load("llama")
+    rows = torch.randint(0, 60, (3, 24), generator=torch.Generator().manual_seed(0))
+    bench = Bench(model, Windows(rows, 3, 72, None, "made here"), Protocol("continuation", 24, 20, batch_size))
+    with torch.no_grad():
+        likely = model(rows).logits[:, 19:-1].double().log_softmax(-1)  # (3, 4, V)
+        rows[:, 20] = likely[:, 0].argmax(-1)  # so that something is found
+        likely = model(rows).logits[:, 19:-1].double().log_softmax(-1)
+        found, nats = _found(bench, rows)
+    assert found.tolist() == (likely.argmax(-1) == rows[:, 20:]).double().mean(1).tolist()
+    assert found.min() >= 0.25
+    torch.testing.assert_close(nats, -likely.gather(-1, rows[:, 20:, None]).mean((1, 2)), atol=1e-5, rtol=1e-5)
+
+
+def test_logits_that_are_no_numbers_find_nothing():
+    model = copy.deepcopy(load("llama"))
+    rows = torch.ones(2, 24, dtype=torch.long)
+    bench = Bench(model, Windows(rows, 2, 48, None, "made here"), Protocol("continuation", 24, 20, 2))
+    with torch.no_grad():
+        next(model.parameters()).fill_(math.nan)
+        with pytest.raises(QuickSilverError, match="NaN or infinite"):
+            _found(bench, rows)
 
 
 def test_a_run_and_its_dense_run_answer_window_by_window(world):

@@ -286,7 +286,7 @@ def test_deciding_alone_changes_no_logit_and_nothing_is_left_on_the_model(name: 
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
-def test_with_a_run_goes_its_cache_before_python_looks_for_circles(name: str) -> None:
+def test_a_run_frees_its_cache_without_garbage_collection(name: str) -> None:
     model, module = tiny.load("llama"), EVERYTHING[name]()
     gc.disable()
     try:

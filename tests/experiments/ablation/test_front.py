@@ -113,11 +113,11 @@ def test_what_is_found_of_a_needle_is_compared_prompt_by_prompt(tmp_path) -> Non
         for row in rows
     ]
     table = find("table", "needle").build(outcomes, "table_needle")
-    less = dict(zip(table.frame["key"], table.frame["less"], strict=True))
+    less = dict(zip(table.frame["key"], table.frame["minus_dense"], strict=True))
     assert {key: less[key] for key in lost if key != "dense"} == {"40": -7.5, "truncated": -15.0, "position": -18.75}
     ours = table.frame.set_index("key").loc["40"]
     assert [ours[f"depth_{depth}"] for depth in range(3)] == [12.5, 12.5, 50]
-    assert (ours["less_low"], ours["less_high"], ours["none"]) == (-7.5, -7.5, 12.5)
+    assert (ours["minus_dense_low"], ours["minus_dense_high"], ours["none"]) == (-7.5, -7.5, 12.5)
     figure = find("figure", "needle").build(outcomes, "figure_needle")
     assert figure.finding.startswith("far-gpt2: predicting K/V finds 8, truncating 15, dropping the oldest 19 points less")
     assert not prompts.figure_needle(outcomes[:2], "x").finding

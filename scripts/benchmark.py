@@ -675,7 +675,7 @@ TITLES = {  # of the page, by the beginning of a file's name
     "benchmark_prediction": "Dropped, then predicted, on true shapes",
     "benchmark_quantization": "int8: times as fast as the first of each comparison",
     "benchmark_lm_eval": "lm-evaluation-harness: the adapter without modules",
-    "benchmark_kvpress": "Peers by their own code (kvpress), and here: what a share of the prompt's K/V costs",
+    "benchmark_kvpress": "Peers by their own code (kvpress, torchao), and here: what fewer K/V or bits of weights cost",
     "benchmark_gpu": "On a CUDA device",
     "benchmark": "Runtime",
 }

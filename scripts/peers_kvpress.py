@@ -1,11 +1,12 @@
-"""Peers by their own code: presses of kvpress and methods of this package, on the same windows and weights.
+"""Peers by their own code: presses of kvpress, weights of torchao, and methods of this package, on the same windows and weights.
 
     python scripts/peers_kvpress.py
     python scripts/peers_kvpress.py --kept 0.2 0.6 --windows 64 --output results/benchmarks/benchmark_kvpress.json
 
 kvpress 0.5 needs transformers below 5.3, so it has an environment of its own (--environment; made at the first call, about 3 minutes).
-Each method keeps a share of the prompt's K/V. A press computes the prompt densely and compresses its cache then. Written are, by method and
-share: perplexity against dense with its interval, KL and top-1 agreement to dense.
+Each method keeps a share of the prompt's K/V. A press computes the prompt densely and compresses its cache then. torchao keeps all K/V and
+stores the weights in fewer bits; products stay in float32. Written are, by method and share: perplexity against dense with its interval, KL and
+top-1 agreement to dense.
 
 Methods of one name differ where the papers leave room. StreamingLLM here limits the prompt's queries too. H2O here sums attention
 and always keeps recent tokens; the press divides by the number of queries, keeps no recent tokens, and chooses for each head.
@@ -26,21 +27,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-VERSIONS = ("torch==2.13.0", "kvpress==0.5.0", "transformers>=5.2,<5.3")
+VERSIONS = ("torch==2.13.0", "kvpress==0.5.0", "transformers>=5.2,<5.3", "torchao==0.18.0")
 PRESSES = {
     "SnapKV": "SnapKVPress", "Expected Attention": "ExpectedAttentionPress", "TOVA": "TOVAPress", "KeyDiff": "KeyDiffPress",
     "StreamingLLM": "StreamingLLMPress", "H2O (observed attention)": "ObservedAttentionPress",
 }  # fmt: skip
 MEASURED = ("nll_nats", "kl_nats", "top1_agreement")  # by window
+WEIGHTS = ("int8 weights (torchao)", "int4 weights in groups of 32 (torchao)")
 EAGER = ("ObservedAttentionPress", "TOVAPress", "SnapKVPress")  # they read attention weights
 
 
-# --- in kvpress's environment: torch, transformers and kvpress alone ----------------------------------------------------------------
+# --- in the peers' environment: torch, transformers, kvpress and torchao alone ------------------------------------------------------
 
 
 def press_all(folder: Path) -> None:
-    """Score the windows that lie in `folder` under every press, and write rows.json there."""
+    """Score the windows that lie in `folder` under every press and weight format, and write rows.json there."""
     import kvpress
+    import torchao.quantization as ao
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -49,8 +52,16 @@ def press_all(folder: Path) -> None:
     asked = json.loads((folder / "asked.json").read_text(encoding="utf-8"))
     windows = load_file(folder / "windows.safetensors")["ids"]
     rows: dict[str, dict[str, list[float]]] = {}
+
+    def load(attention: str) -> Any:
+        return AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32, attn_implementation=attention).eval()
+
+    four_bits = ao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=ao.granularity.PerGroup(32))
+    for name, config in zip(WEIGHTS, (ao.Int8WeightOnlyConfig(), four_bits), strict=True):
+        ao.quantize_(quantized := load("sdpa"), config)
+        rows[f"{name} 1"] = scored(load("sdpa"), windows, asked["prompt_tokens"], None, quantized)
     for attention in ("sdpa", "eager"):
-        model = AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32, attn_implementation=attention).eval()
+        model = load(attention)
         if attention == "sdpa":
             rows["dense"] = scored(model, windows, asked["prompt_tokens"], None)
         for name, cls in PRESSES.items():
@@ -61,11 +72,11 @@ def press_all(folder: Path) -> None:
 
 
 @torch.no_grad()
-def scored(model: Any, windows: torch.Tensor, prompt: int, press: Any) -> dict[str, list[float]]:
-    """By window (W, N): nats of the scored tokens, and KL and top-1 agreement to dense a scored token."""
+def scored(model: Any, windows: torch.Tensor, prompt: int, press: Any, other: Any = None) -> dict[str, list[float]]:
+    """By window (W, N): nats of the scored tokens, and KL and top-1 agreement to dense a scored token; `other` is the model with other weights."""
     found: dict[str, list[float]] = {name: [] for name in MEASURED}
     for ids in windows.split(1):
-        dense, logits = (_logits(model, ids, prompt, one) for one in (None, press))
+        dense, logits = _logits(model, ids, prompt, None), _logits(other or model, ids, prompt, press)
         nll = F.cross_entropy(logits, ids[0, prompt:], reduction="sum").item()
         p, q = dense.log_softmax(-1), logits.log_softmax(-1)
         values = (nll, (p.exp() * (p - q)).sum(-1).mean().item(), (p.argmax(-1) == q.argmax(-1)).float().mean().item())
@@ -89,7 +100,7 @@ def _logits(model: Any, ids: torch.Tensor, prompt: int, press: Any) -> torch.Ten
 
 
 def environment(folder: Path) -> Path:
-    """kvpress's Python, installed if it is not there."""
+    """The peers' Python, installed if it is not there."""
     python = folder / "bin" / "python"
     if not python.is_file():
         print(f"Making {folder} with {', '.join(VERSIONS)} …", file=sys.stderr, flush=True)
@@ -163,7 +174,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--dataset", default="python-docs")
     parser.add_argument("--kept", type=float, nargs="+", default=[0.2, 0.6], help="shares of the prompt's K/V")
     parser.add_argument("--windows", type=int, default=64)
-    parser.add_argument("--environment", type=Path, default=Path.home() / ".cache" / "quicksilver" / "kvpress")
+    parser.add_argument("--environment", type=Path, default=Path.home() / ".cache" / "quicksilver" / "peers")
     parser.add_argument("--output", type=Path, default=Path("results/benchmarks/benchmark_kvpress.json"))
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args(words)

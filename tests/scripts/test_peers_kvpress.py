@@ -1,5 +1,7 @@
 """Peers by their own code: the loop that runs beside kvpress scores as this package does."""
 
+import copy
+
 import peers_kvpress
 import pytest
 import tiny
@@ -16,6 +18,16 @@ def test_dense_windows_are_scored_as_here():
     )
     assert found["kl_nats"] == pytest.approx([0, 0], abs=1e-6)
     assert found["top1_agreement"] == [1, 1]
+
+
+def test_other_weights_are_compared_with_the_dense_model():
+    model = tiny.load("llama")
+    other, windows = copy.deepcopy(model), torch.arange(1, 49).reshape(2, 24)
+    assert peers_kvpress.scored(model, windows, 16, None, other)["kl_nats"] == pytest.approx([0, 0], abs=1e-6)
+    torch.nn.init.zeros_(other.model.layers[0].mlp.down_proj.weight)
+    found = peers_kvpress.scored(model, windows, 16, None, other)
+    assert found["nll_nats"] == peers_kvpress.scored(other, windows, 16, None)["nll_nats"]
+    assert min(found["kl_nats"]) > 0
 
 
 def test_methods_here_keep_the_share_that_is_asked_for():

@@ -10,7 +10,7 @@ import shutil
 import statistics
 import subprocess
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -287,9 +287,15 @@ def legend(rows: pd.DataFrame) -> tuple[str, ...]:
     return (*(said for column, said in LEGEND if rows[column].notna().any()), *marks(rows))
 
 
-def marks(rows: pd.DataFrame) -> tuple[str, ...]:
-    """What the mark of looking ahead means, where a row has it."""
-    return (LOOKAHEAD,) if rows["lookahead"].eq(True).any() else ()
+def marks(rows: pd.DataFrame) -> Iterator[str]:
+    """How far random draws are apart, where a row has several; what the mark of looking ahead means, where a row has it."""
+    drawn = rows.reindex(columns=["null_seeds", "null_ppl_low", "null_ppl_high"]).dropna().astype(float)
+    if len(drawn):
+        times = " or ".join(f"{seeds:g}" for seeds in sorted(set(drawn["null_seeds"])))
+        apart = 100 * (drawn["null_ppl_high"] / drawn["null_ppl_low"] - 1).max()
+        yield f"Null: the mean of {times} random draws. The perplexities of a row's draws differ by at most {apart:.1f}%."
+    if rows["lookahead"].eq(True).any():
+        yield LOOKAHEAD
 
 
 def columns(*, prompt: bool) -> tuple[Column, ...]:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import fakes
 import numpy as np
+import pandas as pd
 import pytest
 
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.comparison import against_dense, cautions, columns, frame
+from quicksilver.report.comparison import LOOKAHEAD, against_dense, cautions, columns, frame, marks
 from quicksilver.report.table import amount, interval_cell, signed, speedup_cell, time_cell, versus_null_cell
 from quicksilver.runtime.errors import ConfigError
 
@@ -111,6 +112,16 @@ def test_a_panel_has_one_noise_floor_pooled_over_its_runs(tmp_path, dense):
     assert "(at most 4.0%)" in cautions(rows, "first")[0]
     assert "8.0%" in cautions(rows, "second")[0]
     assert cautions(rows.assign(noise_floor_pct=None), "first") == ()
+
+
+def test_a_null_of_several_draws_says_how_far_they_are_apart():
+    rows = pd.DataFrame(
+        {"lookahead": [None, True], "null_seeds": [None, 3], "null_ppl_low": [None, 50.0], "null_ppl_high": [None, 51.0]}
+    )
+    drawn, looking = marks(rows)
+    assert drawn == "Null: the mean of 3 random draws. The perplexities of a row's draws differ by at most 2.0%."
+    assert looking == LOOKAHEAD
+    assert list(marks(rows.iloc[:1])) == []
 
 
 @pytest.mark.parametrize(

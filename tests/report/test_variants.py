@@ -19,6 +19,7 @@ from quicksilver.report.reproduction import (
     variants_page,
     why_not,
 )
+from quicksilver.report.table import read, versus_null_cell
 from quicksilver.runs.config import compose
 from quicksilver.runs.jobs import REFUSED, Job
 
@@ -67,8 +68,8 @@ def job(fingerprint: str | None = None, **more: object) -> Job:
 @pytest.mark.parametrize(("jobs", "said"), [
     ([job("a"), job("b")], None),
     ([job("a"), job(reason=REFUSED)], None),  # refused under any selection: part of the table
-    ([job("a"), job(), job()], "2 of 3 rows have no record"),
-    ([job("d"), job("d")], "is on fixed models and texts"),
+    ([job("a"), job(), job()], "were not made"),
+    ([job("d"), job("d")], "fixes its own models, texts and windows"),
     ([], "asks for no run"),
     ([job("a"), job(error=ValueError("no gold annotation"))], "no gold annotation"),
 ])  # fmt: skip
@@ -87,3 +88,28 @@ def test_the_page_links_what_is_there_and_gives_each_reason_once() -> None:
     assert f"table03-{VARIANTS[0].name}" not in page
     assert "- table 3, table 10: it was not run" in page
     assert page.count("](tables/table03.md)") == 1  # the default is always there
+
+
+def test_more_windows_and_draws_change_the_verdicts_that_the_docs_name() -> None:
+    """docs/measuring.md, *Null*."""
+
+    def verdicts(suffix: str) -> dict[tuple[str, ...], str]:
+        rows = (
+            (name, row) for name in ("table03", "table11") for row in read(ROOT / f"results/tables/{name}{suffix}.json").entries
+        )
+        judged = ((name, row) for name, row in rows if row["versus_null_ppl"] is not None)
+        return {(name, str(row["panel"]), str(row["key"])): versus_null_cell(row)[0] for name, row in judged}
+
+    once, thrice = verdicts(""), verdicts("-128-windows")
+    assert once.keys() == thrice.keys()
+    assert len(once) == 36
+    changed = {key: verdict for key, verdict in thrice.items() if once[key] != verdict}
+    assert {once[key] for key in changed} == {"same"}
+    assert changed == {
+        ("table03", "all", "entropy_aware"): "better",
+        ("table03", "all", "aggressive"): "better",
+        ("table03", "continuation", "aggressive.calibrated"): "worse",
+        ("table11", "all", "isolated.quantization"): "better",
+        ("table11", "continuation", "cumulative.fusion"): "worse",
+        ("table11", "continuation", "cumulative.quantization"): "worse",
+    }

@@ -292,10 +292,11 @@ class Claims(Command):
 
 
 def _others(store: Store) -> dict[str, pd.DataFrame]:
-    """The written ledgers of other models and texts, by what these are called."""
+    """The written ledgers of other models and texts, by what these are called; one of more windows is none of them."""
     import pandas as pd
 
-    paths = {one.title: store.root / f"{CLAIMS}-{one.name}.json" for one in VARIANTS}
+    others = [one for one in VARIANTS if any(word.startswith(("model=", "dataset=")) for word in one.overrides)]
+    paths = {one.title: store.root / f"{CLAIMS}-{one.name}.json" for one in others}
     return {title: pd.DataFrame(read(path).entries) for title, path in paths.items() if path.is_file()}
 
 

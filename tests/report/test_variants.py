@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -93,14 +94,13 @@ def test_the_page_links_what_is_there_and_gives_each_reason_once() -> None:
 def test_more_windows_and_draws_change_the_verdicts_that_the_docs_name() -> None:
     """docs/measuring.md, *Null*."""
 
-    def verdicts(suffix: str) -> dict[tuple[str, ...], str]:
-        rows = (
-            (name, row) for name in ("table03", "table11") for row in read(ROOT / f"results/tables/{name}{suffix}.json").entries
-        )
-        judged = ((name, row) for name, row in rows if row["versus_null_ppl"] is not None)
+    def verdicts(names: Sequence[str], suffix: str = "") -> dict[tuple[str, ...], str]:
+        rows = ((name, row) for name in names for row in read(ROOT / f"results/tables/{name}{suffix}.json").entries)
+        judged = ((name, row) for name, row in rows if row.get("versus_null_ppl") is not None)
         return {(name, str(row["panel"]), str(row["key"])): versus_null_cell(row)[0] for name, row in judged}
 
-    once, thrice = verdicts(""), verdicts("-128-windows")
+    more_windows = ("table03", "table11")
+    once, thrice = verdicts(more_windows), verdicts(more_windows, "-128-windows")
     assert once.keys() == thrice.keys()
     assert len(once) == 36
     changed = {key: verdict for key, verdict in thrice.items() if once[key] != verdict}
@@ -113,3 +113,8 @@ def test_more_windows_and_draws_change_the_verdicts_that_the_docs_name() -> None
         ("table11", "continuation", "cumulative.fusion"): "worse",
         ("table11", "continuation", "cumulative.quantization"): "worse",
     }
+    same = [
+        f"table_{name}" for name in ["all_positions", "context_used", "fair_trial", "far_context", "front", "lengths", "seeds"]
+    ]
+    assert verdicts(same) == verdicts(same, "-128-windows")
+    assert len(verdicts(same)) == 117

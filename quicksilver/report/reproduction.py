@@ -241,7 +241,12 @@ def variants_page(
         there: by variant and artefact, why it is missing; None: it is there.
         commands: what makes each.
     """
-    rows = [["", DEFAULT, *(variant.title for variant in there)], [":--"] * (2 + len(there))]
+    ledgers = ["[ledger](claims.md)", *(f"[ledger](claims-{one.name}.md)" for one in there)]
+    rows = [
+        ["", DEFAULT, *(one.title for one in there)],
+        [":--"] * (2 + len(there)),
+        ["claims of the paper, with verdicts", *ledgers],
+    ]
     for artefact in next(iter(there.values())):
         title = f"{artefact.kind} {artefact.number}: {artefact.title}".replace("|", "\\|")
         suffix = "md" if artefact.kind == "table" else "png"

@@ -85,6 +85,7 @@ def test_the_page_links_what_is_there_and_gives_each_reason_once() -> None:
     there = {VARIANTS[0]: missing, VARIANTS[1]: dict.fromkeys(missing, "it was not run")}
     page = variants_page(there, {variant: {one: f"make {one.name}" for one in missing} for variant in VARIANTS})
     assert f"(tables/table11-{VARIANTS[0].name}.md)" in page
+    assert f"[ledger](claims.md) | [ledger](claims-{VARIANTS[0].name}.md) |" in page
     assert f"(figures/figure07-{VARIANTS[0].name}.png)" in page
     assert f"table03-{VARIANTS[0].name}" not in page
     assert "- table 3, table 10: it was not run" in page

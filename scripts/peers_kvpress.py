@@ -56,7 +56,7 @@ def press_all(folder: Path) -> None:
     def load(attention: str) -> Any:
         return AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32, attn_implementation=attention).eval()
 
-    four_bits = ao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=ao.granularity.PerGroup(32))
+    four_bits = ao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=ao.granularity.PerGroup(32))  # type: ignore[attr-defined]
     for name, config in zip(WEIGHTS, (ao.Int8WeightOnlyConfig(), four_bits), strict=True):
         ao.quantize_(quantized := load("sdpa"), config)
         rows[f"{name} 1"] = scored(load("sdpa"), windows, asked["prompt_tokens"], None, quantized)

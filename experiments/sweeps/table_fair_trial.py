@@ -212,6 +212,7 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         "wins at: the setting has the least KL of all that save at least so much. A budget that no setting reaches has no winner.",
         "search agrees: the winner that was frozen before the test is still the one that the search above finds.",
         _none_reaches(frame),
+        *comparison.marks(frame),
     )
     title = "The paper at its best: its mechanisms under any of their settings (protocol continuation)"
     shown = frame[(frame["panel"] == TEST) | _best(frame)].reset_index(drop=True)

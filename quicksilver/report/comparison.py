@@ -288,7 +288,9 @@ def legend(rows: pd.DataFrame) -> tuple[str, ...]:
 
 
 def marks(rows: pd.DataFrame) -> Iterator[str]:
-    """How far random draws are apart, where a row has several; what the mark of looking ahead means, where a row has it."""
+    """What holds of some rows: only fused neighbours are random, draws are several, decisions look ahead."""
+    if "null_kind" in rows and rows["null_kind"].eq("random neighbours").any():
+        yield "Null of a run that fuses: the same run with random neighbours fused; its other decisions stay."
     drawn = rows.reindex(columns=["null_seeds", "null_ppl_low", "null_ppl_high"]).dropna().astype(float)
     if len(drawn):
         times = " or ".join(f"{seeds:g}" for seeds in sorted(set(drawn["null_seeds"])))

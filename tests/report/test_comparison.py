@@ -117,8 +117,9 @@ def test_a_panel_has_one_noise_floor_pooled_over_its_runs(tmp_path, dense):
 def test_a_null_of_several_draws_says_how_far_they_are_apart():
     rows = pd.DataFrame(
         {"lookahead": [None, True], "null_seeds": [None, 3], "null_ppl_low": [None, 50.0], "null_ppl_high": [None, 51.0]}
-    )
-    drawn, looking = marks(rows)
+    ).assign(null_kind=["shuffle", "random neighbours"])
+    fusing, drawn, looking = marks(rows)
+    assert fusing.startswith("Null of a run that fuses: the same run with random neighbours fused")
     assert drawn == "Null: the mean of 3 random draws. The perplexities of a row's draws differ by at most 2.0%."
     assert looking == LOOKAHEAD
     assert list(marks(rows.iloc[:1])) == []

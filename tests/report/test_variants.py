@@ -114,6 +114,10 @@ def test_more_windows_and_draws_change_the_verdicts_that_the_docs_name() -> None
         ("table11", "continuation", "cumulative.fusion"): "worse",
         ("table11", "continuation", "cumulative.quantization"): "worse",
     }
+    combined = [
+        row for row in read(ROOT / "results/tables/table11-128-windows.json").entries if row["key"] == "cumulative.fusion"
+    ]
+    assert {row["null_kind"] for row in combined} == {None, "random neighbours"}  # under `all` it is refused
     same = [
         f"table_{name}" for name in ["all_positions", "context_used", "fair_trial", "far_context", "front", "lengths", "seeds"]
     ]

@@ -6,7 +6,7 @@ The paper's mechanisms stand at their defaults and as table fair_trial tuned the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import pandas as pd
 from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row, artefact
 from quicksilver.report.reproduction import FOUND
-from quicksilver.report.table import ENDS, Column, Panel, Table, number, signed
+from quicksilver.report.table import ENDS, NO_VALUE, Column, Lines, Panel, Table, number, numbers, signed
 
 from ..sweeps import table_fair_trial as fair_trial
 from ..sweeps.figure_ladder import SEEDS
@@ -61,13 +61,29 @@ def _rows(panel: str, *model: str) -> Iterator[Row]:
     yield from chosen(panel, PLAIN, *always)
 
 
-_PERCENT = "{delta_ppl_pct:+.1f}% [{delta_ppl_pct_low:+.1f}, {delta_ppl_pct_high:+.1f}]"
+def _percent(name: str) -> Callable[[Mapping[str, Any]], Lines]:
+    """A cell such as `+6.6% [+4.6, +8.7]`; above 1,000 without decimals."""
+
+    def cell(row: Mapping[str, Any]) -> Lines:
+        ends = numbers(row, name)
+        if ends[0] is None:
+            return (NO_VALUE,)
+        middle, low, high = (signed(value, _decimals(ends[0])) for value in ends)
+        return (f"{middle}% [{low}, {high}]",)
+
+    return cell
+
+
+def _decimals(percent: float) -> int:
+    return 0 if abs(percent) >= 1000 else 1
+
+
 COLUMNS = (
     Column("", "technique", "{technique}", align="left"),
     Column("", "FLOPs saved", "{prompt_executed_flops_saved_pct:+.1f}%"),
-    Column("", "Δ perplexity", _PERCENT),
+    Column("", "Δ perplexity", _percent("delta_ppl_pct")),
     Column("", "KL × 100", "{kl_nats:100*.1f}"),
-    Column("", "Δ far recall", _PERCENT.replace("delta", "recall_delta")),
+    Column("", "Δ far recall", _percent("recall_delta_ppl_pct")),
     Column("", "Same text", "{agreement:.0f}% [{agreement_low:.0f}, {agreement_high:.0f}]"),
 )
 LEGEND = (
@@ -126,7 +142,8 @@ def _found(frame: pd.DataFrame) -> Iterator[str]:
     rows = {row["key"]: row for row in frame[frame["status"] == comparison.MEASURED].to_dict("records")}
 
     def cost(key: str, of: str = "") -> str:
-        return f"{signed(rows[key][f'{of}delta_ppl_pct'])}%"
+        value = rows[key][f"{of}delta_ppl_pct"]
+        return f"{signed(value, _decimals(value))}%"
 
     def saved(key: str) -> str:
         value = rows[key]["prompt_executed_flops_saved_pct"]
@@ -148,16 +165,17 @@ def _found(frame: pd.DataFrame) -> Iterator[str]:
             f"{FOUND}predicting the K/V of stopped tokens (ours) {saved('40')} for {cost('40')} perplexity; truncating the prompt "
             f"{saved('truncated')} for {cost('truncated')}. {'' if apart else 'Perplexity does not tell them apart. '}"
             f"KL × 100 is {100 * ours['kl_nats']:.1f} against {100 * cut['kl_nats']:.1f}; when answers depend on distant context, perplexity changes by {cost('40', 'recall_')} "
-            f"against {cost('truncated', 'recall_')}." + _same_text(ours, rows.get("position", {}))
+            f"against {cost('truncated', 'recall_')}." + _same_text(ours, rows.get("position", {}), cut)
         )
 
 
-def _same_text(ours: Mapping[str, Any], oldest: Mapping[str, Any]) -> str:
-    """How much of the greedy text is the dense model's, beside dropping alone; nothing where no text was generated."""
-    mine, theirs = number(ours, "agreement"), number(oldest, "agreement")
-    if mine is None or theirs is None:
+def _same_text(*rows: Mapping[str, Any]) -> str:
+    """How much of the greedy text is the dense model's, beside the simplest baselines; nothing where no text was generated."""
+    kept = [number(row, "agreement") for row in rows]
+    if None in kept:
         return ""
-    return f" Of the dense model's greedy text prediction keeps {mine:.0f}%, dropping the oldest tokens {theirs:.0f}%."
+    ours, oldest, cut = (f"{value:.0f}%" for value in kept)
+    return f" Of the dense model's greedy text prediction keeps {ours}, dropping the oldest tokens {oldest}, truncation {cut}."
 
 
 # --- a second training --------------------------------------------------------------------------------------------------------------

@@ -134,6 +134,7 @@ FAR_TEXTS = {
 }
 FAR: Members = {
     "predicted": ("oldest dropped, then predicted", "40"),
+    "protected": "the same, last 92 tokens computed",
     "learned": "learned: dropped, then predicted",
     "position": "oldest dropped",
     "attention": "least attended dropped",
@@ -143,7 +144,14 @@ FAR: Members = {
     "truncated_ends": "middle cut before the first layer",
     "random": "random dropped",
 }
-OURS_FAR = ("predicted", "learned")
+OURS_FAR = ("predicted", "protected", "learned")
+# Schedules that protect three tiles. On 64 calibration windows, that of reference-gpt2 has as much KL as the shipped one, and twice as many tokens
+# until the first that differs; reference-llama wins nothing by its own (docs/predicted-kv.md).
+LAST_92 = {
+    "reference-gpt2": "{drop_before:3,drop_share:0.285714,predict_before:10,protect_first:4,protect_last:92,tile:32}",
+    "reference-llama": "{drop_before:3,drop_share:0.214286,predict_before:9,protect_first:4,protect_last:92,tile:32}",
+}
+PROTECTED = ("quicksilver", "modules.quicksilver.save=null")
 
 
 def on_far_text(text: str) -> tuple[str, ...]:
@@ -153,7 +161,16 @@ def on_far_text(text: str) -> tuple[str, ...]:
 
 def far_context_rows() -> list[Row]:
     """Dense and every row, a panel a text."""
-    return [row for text in FAR_TEXTS for row in panel_rows(text, {"": FAR}, *on_far_text(text))]
+    own = {"protected": PROTECTED}
+    return [_protecting(row) for text in FAR_TEXTS for row in panel_rows(text, {"": FAR}, *on_far_text(text), own=own)]
+
+
+def _protecting(row: Row) -> Row:
+    """The row with each model's schedule, if it is the one that protects more tokens."""
+    if row.key != "protected":
+        return row
+    of_model = {model: (*row.overrides, f"modules.quicksilver.schedule={schedule}") for model, schedule in LAST_92.items()}
+    return replace(row, overrides=of_model["reference-gpt2"], of_model=of_model)
 
 
 @artefact(far_context_rows)
@@ -325,10 +342,10 @@ def needle_rows() -> list[Row]:
     return found
 
 
-def _needles(record: Record, depth: int | str | None = None) -> pd.Series:
-    """Percent of a needle's tokens that are found at one depth, or over all of them; a row a window."""
-    names = [column("answered", place) for place in (range(DEPTHS) if depth is None else (depth,))]
-    return 100 * record.windows[names].dropna().mean(axis=1)
+def _needles(record: Record, depth: int | str | None = None, what: str = "answered") -> pd.Series:
+    """At one depth, or over all of them: percent of a needle's tokens that are found, or `nats` a token; a row a window."""
+    names = [column(what, place) for place in (range(DEPTHS) if depth is None else (depth,))]
+    return record.windows[names].dropna().mean(axis=1) * (100 if what == "answered" else 1)
 
 
 def _found_at_depths(outcomes: Sequence[Outcome]) -> pd.DataFrame:
@@ -340,6 +357,10 @@ def _found_at_depths(outcomes: Sequence[Outcome]) -> pd.DataFrame:
             row |= {"saved": one.record.flops_saved_pct("prompt_executed"), "record": one.record.fingerprint}
             row |= _averaged("found", _needles(one.record)) | {"none": float(_needles(one.record, ABSENT).mean())}
             row |= {f"depth_{depth}": float(_needles(one.record, depth).mean()) for depth in range(DEPTHS)}
+            row |= {
+                "nats": float(_needles(one.record, what="nats").mean()),
+                "none_nats": float(_needles(one.record, ABSENT, "nats").mean()),
+            }
             if one.record.modules:
                 row |= _averaged("minus_dense", _needles(one.record) - _needles(one.dense))
             if one.row.panel in ours and one.record.modules and one.record is not ours[one.row.panel]:
@@ -349,7 +370,10 @@ def _found_at_depths(outcomes: Sequence[Outcome]) -> pd.DataFrame:
         *(f"{name}{end}" for name in ("found", "minus_dense", "minus_ours") for end in ENDS),
         *(f"depth_{depth}" for depth in range(DEPTHS)),
     ]
-    return pd.DataFrame(rows, columns=[*("panel", "section", "key", "technique", "status", "saved", *named, "none", "record")])
+    return pd.DataFrame(
+        rows,
+        columns=[*("panel", "section", "key", "technique", "status", "saved", *named, "none", "nats", "none_nats", "record")],
+    )
 
 
 @artefact(needle_rows)
@@ -362,7 +386,9 @@ def table_needle(outcomes: Sequence[Outcome], name: str) -> Table:
         Column("needle found %", "minus dense", with_ends("minus_dense", "+.1f", " ")),
         Column("needle found %", "minus ours", with_ends("minus_ours", "+.1f", " "), expendable=1),
         *(Column("by depth", f"{100 * (depth + 0.5) / DEPTHS:.0f}%", f"{{depth_{depth}:.0f}}") for depth in range(DEPTHS)),
-        Column("", "no needle", "{none:.0f}"),
+        Column("by depth", "no needle", "{none:.0f}"),
+        Column("nats a token", "all depths", "{nats:.2f}", expendable=2),
+        Column("nats a token", "no needle", "{none_nats:.2f}", expendable=2),
     )
     panels = tuple(
         Panel(model, title, columns, provenance.notes([one for one in outcomes if one.row.panel == model]))
@@ -374,6 +400,7 @@ def table_needle(outcomes: Sequence[Outcome], name: str) -> Table:
         f"the first {NEEDLE_PROMPTS} prompts, with its 95% interval.",
         "by depth: how far down the passage stands, from the prompt's beginning (0%) to right before its last tokens (100%). minus dense, minus ours: over "
         "all depths, paired by prompt. no needle: the same where the passage stands at the end only. So much of it can be guessed.",
+        "nats a token: negative log-likelihood of the asked tokens.",
         "far-gpt2 and far-llama were trained on windows of which some have repeated passages.",
         "saved: executed operations of the scored windows' prompts, signals included, in percent of dense.",
     )
@@ -428,12 +455,6 @@ WRITING = (
     "measure=generation", "protocol=continuation", f"dataset.windows={PROMPTS}", f"measure.generation.prompts={PROMPTS}",
     "measure.generation.prompt_tokens=448",
 )  # fmt: skip
-# Schedules that protect three tiles. On 64 calibration windows, that of reference-gpt2 has as much KL as the shipped one, and twice as many tokens
-# until the first that differs; reference-llama wins nothing by its own (docs/predicted-kv.md).
-LAST_92 = {
-    "reference-gpt2": "{drop_before:3,drop_share:0.285714,predict_before:10,protect_first:4,protect_last:92,tile:32}",
-    "reference-llama": "{drop_before:3,drop_share:0.214286,predict_before:9,protect_first:4,protect_last:92,tile:32}",
-}
 WAYS = {
     GREEDY: "Greedy: the likeliest token each time",
     SAMPLED: "Sampled: temperature 1, the same random numbers for both models",
@@ -441,7 +462,7 @@ WAYS = {
 }
 SETTINGS_HERE = {
     "quicksilver": ("quicksilver",),
-    "protected": ("quicksilver", "modules.quicksilver.save=null"),
+    "protected": PROTECTED,
     "paper": ("halting,kv_skipping,token_fusion,adaptive_quantization", *FUSION),
 }
 WORK = "About 40% of the prompt's work"
@@ -478,7 +499,7 @@ LEGEND = (
 def generation_rows() -> list[Row]:
     """Every row, once a panel; the first two panels share its run."""
     found = [
-        _protecting(row) if row.key == "protected" else row
+        _protecting(row)
         for panel in (GREEDY, SAMPLED)
         for section, members in SECTIONS.items()
         for row in chosen(panel, members, *WRITING, section=section, settings=SETTINGS | SETTINGS_HERE)
@@ -491,12 +512,6 @@ def generation_rows() -> list[Row]:
         members = {name: ALIKE[name] for name in ("quicksilver", "attention", "truncated")}
         found += chosen(model, members, *of_length, *size, f"model={model}", section=WORK, settings=settings)
     return found
-
-
-def _protecting(row: Row) -> Row:
-    """The row with each model's schedule."""
-    of_model = {model: (*row.overrides, f"modules.quicksilver.schedule={schedule}") for model, schedule in LAST_92.items()}
-    return replace(row, overrides=of_model["reference-gpt2"], of_model=of_model)
 
 
 def written(record: Record, way: str) -> dict[str, Any]:

@@ -63,6 +63,18 @@ WINNERS: dict[str, dict[tuple[str, int], str]] = {
         ("fusion", 15): "l2, 0.3 of the prompt, from depth 0.4, last 16 left alone",
         ("fusion", 25): "l2, 0.3 of the prompt, from depth 0.2, last 16 left alone",
     },
+    "far-gpt2": {  # on python-source
+        ("halting", 5): "histogram entropy, relative drift, p25, drop, resume 4",
+        ("halting", 15): "none entropy, relative drift, p25, drop, resume 4",
+        ("halting", 25): "none entropy, relative drift, p40, drop, resume 4",
+        (PROMPT_ONLY, 5): "histogram entropy, relative drift, p25, drop, resume 0, decided behind 3 layers, in the prompt only",
+        (PROMPT_ONLY, 15): "histogram entropy, l2 drift, p25, drop, resume 0, in the prompt only",
+        (PROMPT_ONLY, 25): "none entropy, relative drift, p25, drop, resume 0, decided behind 3 layers, in the prompt only",
+        ("kv_skipping", 5): "0.75 of the prompt, from depth 0.4, 16 queries",
+        ("fusion", 5): "relative, 0.15 of the prompt, from depth 0.4, last 16 left alone",
+        ("fusion", 15): "relative, 0.3 of the prompt, from depth 0.4, last 16 left alone",
+        ("fusion", 25): "relative, 0.3 of the prompt, from depth 0.2, last 16 left alone",
+    },
 }
 
 # Of each mechanism, the winner that Table 11 times, and that answers the paper's claims of it alone: of least KL among those that save 15% of the

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from quicksilver.modules.fitted import EMBEDDED, FittedFile, translator_files, translator_for
+from quicksilver.modules.fitted import EMBEDDED, MODELS_FOLDER, FittedFile, translator_files, translator_for
 from quicksilver.modules.halting import HaltingPolicy
 from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.errors import ConfigError, UnavailableError
 from quicksilver.runtime.options import Count, check_number
 from quicksilver.runtime.pass_state import MissingKV, TokenState
 from quicksilver.runtime.view import LayerView
@@ -178,11 +178,22 @@ def _files(source: str, model_folder: Path | None = None) -> list[Path]:
 
 def gate_files(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:
     """The files that decide what a module with these arguments halts, and what later layers see of it; none where it has no
-    gates. Raises ConfigError: a file that cannot be read as gates."""
+    gates.
+
+    Raises:
+        UnavailableError: a model that ships with the package, and without such gates.
+        ConfigError: a file that cannot be read as gates.
+    """
     source = entry.get("gates")
     if not isinstance(source, str | Path):
         return []
     paths = _files(str(source), model_folder)
+    named = paths not in ([], [Path(source)])
+    if named and model_folder.parent == MODELS_FOLDER and not any(path.is_relative_to(model_folder) for path in paths):
+        remedy = TrainedGates.remedy
+        raise UnavailableError(
+            f"gates={str(source)!r}: none ship with {model_folder.name}.", f"{remedy[:1].upper()}{remedy[1:]}."
+        )
     if entry.get("missing_kv") is None and any(TrainedGates.load(path).predicts for path in paths):
         paths += translator_files({"missing_kv": "predict"}, model_folder)
     return paths

@@ -182,6 +182,8 @@ class Variant(NamedTuple):
 VARIANTS = (
     Variant("reference-llama-python-docs", "reference-llama · python-docs", ("model=reference-llama",)),
     Variant("reference-gpt2-wikitext103", "reference-gpt2 · WikiText-103", ("dataset=wikitext103", "dataset.windows=32")),
+    # A model that uses its context, on the text where that pays.
+    Variant("far-gpt2-python-source", "far-gpt2 · python-source", ("model=far-gpt2", "dataset=python-source")),
     # With the power that the first command has no time for.
     Variant(
         "128-windows",
@@ -290,11 +292,12 @@ def fill_readme(readme: Path, results: Path) -> str:
 
     def filled(match: re.Match[str]) -> str:
         begin, name, only_rows, end = match.groups()
-        artefact = known.get(name)
+        artefact = known.get(name.partition("-")[0])  # behind it the name of a variant
         kind = artefact.kind if artefact is not None else "figure" if name.startswith("figure") else "table"
         path = results / "claims.json" if name == "claims" else results / f"{kind}s" / f"{name}.json"
         if not path.is_file():
-            make = command_of(artefact, ()) if artefact is not None else "quicksilver claims"
+            variant = of_name(name, artefact.name) if artefact is not None else None
+            make = command_of(artefact, variant.overrides if variant else ()) if artefact is not None else "quicksilver claims"
             raise ConfigError(f"{path} is not there: make it first, {make}.")
         written = read(path)
         names.append(name)
@@ -316,7 +319,7 @@ def fill_readme(readme: Path, results: Path) -> str:
             said = markdown(written, level=3)  # one level deeper: the table is a part of the README
         return begin + said + end
 
-    marked = re.compile(r"(<!-- (\w+)(\.rows)?:begin -->\n).*?(<!-- \2(?:\.rows)?:end -->)", re.DOTALL)
+    marked = re.compile(r"(<!-- ([\w-]+)(\.rows)?:begin -->\n).*?(<!-- \2(?:\.rows)?:end -->)", re.DOTALL)
     content = with_cells(marked.sub(filled, readme.read_text(encoding="utf-8")), results)
     write_files(readme.parent, {readme.name: content.encode()})
     return f"{readme}: {', '.join(names) or 'its numbers'}"

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from quicksilver.records.record import Record
 from quicksilver.records.store import KEPT, Store, read_object
-from quicksilver.runtime.errors import ConfigError, KernelError, QuickSilverError
+from quicksilver.runtime.errors import ConfigError, QuickSilverError, UnavailableError
 
 if TYPE_CHECKING:
     from quicksilver.runs.config import RunConfig
@@ -72,8 +72,8 @@ class Job:
         return self.plan
 
     def fail(self, error: Exception) -> None:
-        """Keep the error. A kernel that this processor lacks is a reason in the row, and the table is whole."""
-        self.reason, self.error = (error.reason, None) if isinstance(error, KernelError) else (FAILED, error)
+        """Keep the error. What this processor or model lacks is a reason in the row, and the table is whole."""
+        self.reason, self.error = (error.reason, None) if isinstance(error, UnavailableError) else (FAILED, error)
 
 
 def make_job(name: str, overrides: Sequence[str], needs: Sequence[str], answers: RecordIndex, *, to_run: bool = True) -> Job:

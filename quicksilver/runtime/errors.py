@@ -26,8 +26,8 @@ class UnsupportedModelError(QuickSilverError):
     """A model family, cache or attention implementation the runtime has no adapter for."""
 
 
-class KernelError(ConfigError):
-    """A kernel that this machine lacks or computes wrongly. A table has the reason in its row, and is whole.
+class UnavailableError(ConfigError):
+    """Something that this machine or this model lacks. A table has the reason in its row, and is whole.
 
     Attributes:
         reason: without the remedy.
@@ -36,3 +36,7 @@ class KernelError(ConfigError):
     def __init__(self, reason: str, remedy: str = "") -> None:
         super().__init__(f"{reason} {remedy}".strip())
         self.reason = reason
+
+
+class KernelError(UnavailableError):
+    """A kernel that this machine lacks or computes wrongly."""

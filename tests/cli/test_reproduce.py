@@ -23,7 +23,7 @@ from quicksilver.records.store import Store
 from quicksilver.records.times import timed_processes
 from quicksilver.report.artefacts import artefacts, find
 from quicksilver.report.comparison import Committed, committed, distance
-from quicksilver.report.reproduction import FOUND, UNUSABLE, fill_readme, with_cells
+from quicksilver.report.reproduction import FOUND, UNUSABLE, VARIANTS, fill_readme, with_cells
 from quicksilver.report.table import Heading, PrintedPanel, PrintedRow, Section, Written, read
 from quicksilver.runs import jobs as answers
 from quicksilver.runs.jobs import FAILED, REFUSED
@@ -274,15 +274,16 @@ def test_the_readme_takes_written_tables_and_figures(tmp_path):
         assert figure.splitlines()[1].endswith(f"]({results}/figures/figure08_15.png)")
 
 
-def test_the_readme_takes_rows_alone_and_the_counts_of_verdicts(tmp_path):
+@pytest.mark.parametrize("name", ["table_front", f"table_front-{VARIANTS[0].name}"])
+def test_the_readme_takes_rows_alone_and_the_counts_of_verdicts(tmp_path, name):
     readme, tables = tmp_path / "README.md", tmp_path / "results" / "tables"
-    readme.write_text(
-        "<!-- table_front.rows:begin -->\nold\n<!-- table_front.rows:end -->\n<!-- claims:begin -->\n<!-- claims:end -->\n"
-    )
+    readme.write_text(f"<!-- {name}.rows:begin -->\nold\n<!-- {name}.rows:end -->\n<!-- claims:begin -->\n<!-- claims:end -->\n")
     tables.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"quicksilver reproduce table front{' model=' * ('-' in name)}"):
+        fill_readme(readme, tmp_path / "results")
     panel = PrintedPanel("p", "P", (Heading("", "what"),), (Section("", (PrintedRow(0, (("a",),)),)),), ("Model: m.", "Text: t."))
-    written = Written("table", "table_front", "Title", ("x",), ((1,),), (panel, panel), (f"{FOUND}it saves 4%.", "legend"))
-    (tables / "table_front.json").write_bytes(written.json())
+    written = Written("table", name, "Title", ("x",), ((1,),), (panel, panel), (f"{FOUND}it saves 4%.", "legend"))
+    (tables / f"{name}.json").write_bytes(written.json())
     with pytest.raises(ConfigError, match="quicksilver claims"):
         fill_readme(readme, tmp_path / "results")
     (tables.parent / "claims.json").write_bytes(Written("table", "claims", "3 reproduced", (), ()).json())

@@ -122,4 +122,4 @@ def test_more_windows_and_draws_change_the_verdicts_that_the_docs_name() -> None
         f"table_{name}" for name in ["all_positions", "context_used", "fair_trial", "far_context", "front", "lengths", "seeds"]
     ]
     assert verdicts(same) == verdicts(same, "-128-windows")
-    assert len(verdicts(same)) == 117
+    assert len(verdicts(same)) == 119

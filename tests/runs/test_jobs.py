@@ -10,9 +10,9 @@ import pytest
 import quicksilver.runs.run as harness_run
 from quicksilver.runs import jobs as side_by_side
 from quicksilver.runs.config import compose
-from quicksilver.runs.jobs import FAILED, Job, RecordIndex, make_job, run_missing
+from quicksilver.runs.jobs import FAILED, Job, RecordIndex, make_job, run_context, run_missing
 from quicksilver.runs.tracker import NotMirrored
-from quicksilver.runtime.errors import ConfigError, QuickSilverError
+from quicksilver.runtime.errors import ConfigError, QuickSilverError, UnavailableError
 
 DEPTH = ["modules=[static_depth]", "modules.static_depth.depth=0.5"]
 
@@ -73,6 +73,16 @@ def test_a_row_whose_kernel_is_wrong_here_says_why_and_the_table_is_whole(words,
     assert rows[1].record is None
     assert rows[1].reason.startswith("product='qlinear': qlinear overflows on ")
     assert "\n" not in rows[1].reason
+
+
+def test_a_row_whose_gates_do_not_ship_with_the_model_says_so_before_it_is_loaded(tmp_path):
+    words = ["model=far-gpt2", "dataset.windows=2", "protocol=continuation"]
+    answers, rows = jobs_of(tmp_path / "results", words, dense=[], learned=["modules=[learned_halting]"])
+    run_missing(rows, answers)
+    assert rows[0].record is not None
+    assert (rows[1].record, rows[1].error, rows[1].reason) == (None, None, "gates='predict': none ship with far-gpt2.")
+    with pytest.raises(UnavailableError, match=r"far-gpt2\. Train gates for this model: python scripts/train_halting\.py"):
+        rows[1].planned(run_context(None, rows))
 
 
 # --- in several processes ---------------------------------------------------------------------------------------------------------

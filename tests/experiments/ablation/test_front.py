@@ -101,7 +101,8 @@ def test_what_is_found_of_a_needle_is_compared_prompt_by_prompt(tmp_path) -> Non
         """Half of a needle is found behind the first `lost` depths, and one eighth in them; eight windows of 16 have one."""
         asked = [i < 8 for i in range(fakes.WINDOW_COUNT)]
         share = {place: 0.125 if place == "absent" or place < lost else 0.5 for place in (*range(prompts.DEPTHS), "absent")}
-        return {column("answered", place): [value if yes else None for yes in asked] for place, value in share.items()}
+        columns = {column("answered", place): [value if yes else None for yes in asked] for place, value in share.items()}
+        return columns | {column("nats", place): [3 - value if yes else None for yes in asked] for place, value in share.items()}
 
     lost = {"dense": 0, "40": 2, "truncated": 4, "position": 5}
     dense = fakes.make(tmp_path, "dense", "continuation", columns=answers(0))
@@ -118,6 +119,7 @@ def test_what_is_found_of_a_needle_is_compared_prompt_by_prompt(tmp_path) -> Non
     ours = table.frame.set_index("key").loc["40"]
     assert [ours[f"depth_{depth}"] for depth in range(3)] == [12.5, 12.5, 50]
     assert (ours["minus_dense_low"], ours["minus_dense_high"], ours["none"]) == (-7.5, -7.5, 12.5)
+    assert (ours["nats"], ours["none_nats"]) == (pytest.approx(3 - 0.425), 2.875)
     figure = find("figure", "needle").build(outcomes, "figure_needle")
     assert figure.finding.startswith("far-gpt2: predicting K/V finds 8, truncating 15, dropping the oldest 19 points less")
     assert not prompts.figure_needle(outcomes[:2], "x").finding

@@ -224,7 +224,7 @@ TIMED = (("tables", "table11"), ("tables", "table_deployment"), ("tables", "tabl
 
 def test_the_noise_of_a_time_is_what_its_table_prints():
     columns = ("noise_floor_pct", "batch_noise_floor_pct", "joint_noise_pct")
-    for pair in ("", "-reference-llama-python-docs", "-reference-gpt2-wikitext103"):
+    for pair in ("", "-reference-llama-python-docs", "-reference-gpt2-wikitext103", "-far-gpt2-python-source"):
         printed = {
             (path.name.removesuffix(f"{pair}.json"), row.get("record"), round(row[column], 5))
             for path in (ROOT / "results" / kind / f"{name}{pair}.json" for kind, name in TIMED)

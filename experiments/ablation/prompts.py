@@ -134,7 +134,7 @@ FAR_TEXTS = {
 }
 FAR: Members = {
     "predicted": ("oldest dropped, then predicted", "40"),
-    "protected": "the same, last 92 tokens computed",
+    "protected": "dropped, predicted, last 92 kept",
     "learned": "learned: dropped, then predicted",
     "position": "oldest dropped",
     "attention": "least attended dropped",
@@ -190,7 +190,7 @@ def figure_far_context(outcomes: Sequence[Outcome], name: str) -> Figure:
     found = comparison.frame(outcomes).dropna(subset=["delta_ppl_pct"])
     found = found[found["key"].isin([*FAR])]
     order = [*found[found["panel"] == next(iter(FAR_TEXTS))].sort_values("delta_ppl_pct")["key"]]
-    order += [key for key in FAR if key not in order]
+    order += [key for key in FAR if key not in order and key in {*found["key"]}]
     with style():
         drawing, plots = panels(1, len(FAR_TEXTS), size=(9, 3.2), sharey=True)
         for plot, (text, title) in zip(plots.flat, FAR_TEXTS.items(), strict=True):

@@ -466,6 +466,9 @@ SECOND, PROMPT = "reference-gpt2-seed43.continuation", "tuned.halting_prompt.15"
 @pytest.mark.parametrize(("said", "cells"), [
     ("default halting costs {:+.1f}%, not {:+.1f}%", [(SEEDS, SECOND, "isolated.halting", "delta_ppl_pct"),
         (SEEDS, "reference-gpt2.continuation", "isolated.halting", "delta_ppl_pct")]),
+    ("tuned halting saves {:.1f}% for {:+.1f}%, predicted K/V {:.1f}% for {:+.1f}%, and truncation {:.1f}% for {:+.1f}%", [
+        ("table_front", "continuation", key, column) for key in ("tuned.halting.15", "40", "truncated")
+        for column in ("prompt_executed_flops_saved_pct", "delta_ppl_pct")]),
     ("saves {:.0f}% for {:+.0f}% on reference-llama, in the prompt only {:.0f}% for {:+.1f}%", [
         (LLAMA, "continuation", key, column) for key in ("tuned.halting.15", PROMPT) for column in ("prompt_executed_flops_saved_pct", "delta_ppl_pct")]),
     ("for truncation ({:+.1f}% against {:+.1f}%)", [(LLAMA, "continuation", key, "recall_delta_ppl_pct") for key in ("truncated", "40")]),
@@ -478,7 +481,7 @@ SECOND, PROMPT = "reference-gpt2-seed43.continuation", "tuned.halting_prompt.15"
     ("({:.1f} [{:.1f}, {:.1f}])", [("table_needle", "far-gpt2", "truncated", f"minus_ours{end}") for end in ("", "_low", "_high")]),
     ("For far-llama that is {:.0f}%, {:.0f}% and {:.0f}%", [("table_needle", "far-llama", key, "found") for key in ("dense", "40", "truncated")]),
 ])  # fmt: skip
-def test_numbers_of_the_readmes_limits_are_cells_of_committed_tables(said, cells):
+def test_numbers_of_the_readmes_text_are_cells_of_committed_tables(said, cells):
     found = []
     for table, panel, key, column in cells:
         rows = read(ROOT / "results" / "tables" / f"{table}.json").entries

@@ -466,7 +466,7 @@ SECOND, PROMPT = "reference-gpt2-seed43.continuation", "tuned.halting_prompt.15"
 @pytest.mark.parametrize(("said", "cells"), [
     ("default halting costs {:+.1f}%, not {:+.1f}%", [(SEEDS, SECOND, "isolated.halting", "delta_ppl_pct"),
         (SEEDS, "reference-gpt2.continuation", "isolated.halting", "delta_ppl_pct")]),
-    ("tuned halting saves {:.1f}% for {:+.1f}%, predicted K/V {:.1f}% for {:+.1f}%, and truncation {:.1f}% for {:+.1f}%", [
+    ("Tuned halting saves {:.1f}% for {:+.1f}%, predicted K/V {:.1f}% for {:+.1f}%, and truncation {:.1f}% for {:+.1f}%", [
         ("table_front", "continuation", key, column) for key in ("tuned.halting.15", "40", "truncated")
         for column in ("prompt_executed_flops_saved_pct", "delta_ppl_pct")]),
     ("saves {:.0f}% for {:+.0f}% on reference-llama, in the prompt only {:.0f}% for {:+.1f}%", [

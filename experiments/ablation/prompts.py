@@ -146,7 +146,7 @@ FAR: Members = {
 }
 OURS_FAR = ("predicted", "protected", "learned")
 # Schedules that protect three tiles. On 64 calibration windows, that of reference-gpt2 has as much KL as the shipped one, and twice as many tokens
-# until the first that differs; reference-llama wins nothing by its own (docs/predicted-kv.md).
+# until the first that differs; reference-llama wins nothing by its own (docs/predicted-kv.md). Another model has that of reference-gpt2.
 LAST_92 = {
     "reference-gpt2": "{drop_before:3,drop_share:0.285714,predict_before:10,protect_first:4,protect_last:92,tile:32}",
     "reference-llama": "{drop_before:3,drop_share:0.214286,predict_before:9,protect_first:4,protect_last:92,tile:32}",

@@ -1,6 +1,6 @@
 """Does a model use its context? `python scripts/context_use.py FOLDER` (a run's, such as `…/far-gpt2`, or an exported model's).
 
-What issue 28 asks of the reference models: cutting the oldest 40% of a prompt must cost something, the same tokens must be cheaper after a
+What a model that uses its context must show: cutting the oldest 40% of a prompt must cost something, the same tokens must be cheaper after a
 long context than after a short one, and what stands further back must be answered.
 """
 

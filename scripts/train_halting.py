@@ -52,7 +52,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         ask(f"--{name.replace('_', '-')}", type=type(given), default=given, help=said)
     language = what.add_parser("language", help="gates of a frozen language model")
     ask = language.add_argument
-    ask("--model", default="reference-gpt2", help="a choice of conf/model")
+    ask("--model", default="far-gpt2", help="a choice of conf/model")
     ask("--gates", type=int, nargs="+", required=True, help="layers after which tokens may halt, from 0")
     ask("--predict", type=int, nargs="*", default=[], help="those where later K/V are predicted; others drop")
     ask("--text", nargs="+", default=["python-docs", "wikitext103"], help="datasets; their calibrating part is read")

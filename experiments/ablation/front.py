@@ -197,9 +197,14 @@ def seeds_rows() -> list[Row]:
         for name in ALWAYS:
             panel, always = f"{model}.{name}", (*ALWAYS[name], f"model={model}")
             rows = [row for row in _rows(name, f"model={model}") if row.key in BOTH]
-            found += [replace(row, panel=panel, technique=BOTH[row.key] or row.technique, of_model={}) for row in rows]
-            found.append(row_of(panel, "", FITTED, PLAIN["40"], "fitted_prediction", *always, overrides=ours))
+            rows = [replace(row, technique=BOTH[row.key] or row.technique, overrides=_of_first(row), of_model={}) for row in rows]
+            rows.append(row_of(panel, "", FITTED, PLAIN["40"], "fitted_prediction", *always, overrides=ours))
+            found += [replace(row, panel=panel, defaults=("dataset=python-docs",)) for row in rows]
     return found
+
+
+def _of_first(row: Row) -> tuple[str, ...]:
+    return row.of_model.get(SEEDS[0], row.overrides)
 
 
 @artefact(seeds_rows, (prompts.TEXTS,))

@@ -16,6 +16,15 @@ MECHANISMS = {
 }
 
 
+# The model of conf/run.yaml. Its settings are those of every model that none were searched for.
+FIRST = "far-gpt2"
+
+
+def of_each(row: Row, overrides: Mapping[str, tuple[str, ...]]) -> Row:
+    """The row with the overrides of each model, by its name."""
+    return replace(row, overrides=overrides[FIRST], of_model=overrides)
+
+
 def options(module: str, **values: object) -> tuple[str, ...]:
     """The overrides that give these options of a module their values."""
     return tuple(f"modules.{module}.{name}={value}" for name, value in values.items())

@@ -30,7 +30,7 @@ from quicksilver.report.figure import GREY, HATCHES, MARKERS, PALETTE, Figure, l
 from quicksilver.report.sweeps import FRONT, front
 from quicksilver.report.table import KL_CELL, NO_VALUE, Column, Lines, Panel, Table, number, speedup_cell, time_cell
 
-from ..ablation.techniques import options, row_of, steps
+from ..ablation.techniques import of_each, options, row_of, steps
 
 PANEL = "peers"
 DENSE, WORK, CACHE, OURS = "Dense", "Save the prompt's work", "Save K/V", "Ours"
@@ -107,12 +107,12 @@ def rows() -> list[Row]:
 
 
 def _searched(row: Row, module: str) -> Row:
-    """The row with each model's own dial; another model than those of FOUND gets reference-gpt2's."""
+    """The row with each model's own dial."""
     of_model = {
         model: (*row.overrides, *(word for word in dials[module][BUDGET]["overrides"] if word.startswith(f"modules.{module}.")))
         for model, dials in FOUND.items()
     }
-    return replace(row, overrides=of_model["reference-gpt2"], of_model=of_model)
+    return of_each(row, of_model)
 
 
 def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:

@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ PROMPT_TOKENS = 448  # of protocol continuation
 DROP_DEPTH, PREDICT_DEPTH = 0.25, 0.5  # whole numbers of layers where there are 12 or 16
 PROTECT_FIRST = 4
 PREDICTED, TRUNCATED, TREND = "predicted", "truncated", "trend"
+TEXT = ("dataset=python-docs",)  # unless a person names another
 ALWAYS = ("protocol=continuation", "measure=sweep", "dataset.windows=128", "dataset.calibration_windows=40")
 SIGNALS = {"position": "Oldest", "attention": "Least attended", "drift": "Least drift (paper)", "random": "Random"}
 COLUMNS = ["parameters", "layers", "trained_tokens", "beside", "beside_kl_nats", "beside_kl_nats_low", "beside_kl_nats_high"]
@@ -76,10 +78,10 @@ def rows() -> list[Row]:
     found = []
     for model in filter(is_there, DIALS):
         always = (*ALWAYS, f"model={model}")
-        found.append(row_of(model, "", "dense", "Dense", "", *always))
+        found.append(replace(row_of(model, "", "dense", "Dense", "", *always), defaults=TEXT))
         # Of the largest rung there are no weights to make that record.
         mine = {key: title for key, title in TECHNIQUES.items() if key != TRUNCATED or model != LADDER[-1]}
-        found += [Row(model, "", key, title, (*always, *overrides(model, key))) for key, title in mine.items()]
+        found += [Row(model, "", key, title, (*always, *overrides(model, key)), defaults=TEXT) for key, title in mine.items()]
     return found
 
 

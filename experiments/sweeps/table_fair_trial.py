@@ -7,7 +7,6 @@ Of a mechanism's settings that save at least a budget of the prompt's operations
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -18,7 +17,7 @@ from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.table import NO_VALUE, Column, Panel, Table, interval_cell, numbers, signed, versus_null_cell
 
-from ..ablation.techniques import FUSION, options
+from ..ablation.techniques import FIRST, FUSION, of_each, options
 
 SEARCH, TEST = "search", "test"
 BUDGETS_PCT = (5, 15, 25)
@@ -33,10 +32,21 @@ MECHANISMS = {
     "fusion": "Token fusion",
 }
 # Model -> mechanism and budget -> the setting that won on calibration text, frozen before the first test; nothing where no setting saved
-# as much. Another model has those of the first, and so has a budget that was not frozen for a model.
-FIRST = "reference-gpt2"
+# as much. A budget that was not frozen for a model has the setting of the first.
 WINNERS: dict[str, dict[tuple[str, int], str]] = {
-    FIRST: {
+    FIRST: {  # on python-source
+        ("halting", 5): "histogram entropy, relative drift, p25, drop, resume 4",
+        ("halting", 15): "none entropy, relative drift, p25, drop, resume 4",
+        ("halting", 25): "none entropy, relative drift, p40, drop, resume 4",
+        (PROMPT_ONLY, 5): "histogram entropy, relative drift, p25, drop, resume 0, decided behind 3 layers, in the prompt only",
+        (PROMPT_ONLY, 15): "histogram entropy, l2 drift, p25, drop, resume 0, in the prompt only",
+        (PROMPT_ONLY, 25): "none entropy, relative drift, p25, drop, resume 0, decided behind 3 layers, in the prompt only",
+        ("kv_skipping", 5): "0.75 of the prompt, from depth 0.4, 16 queries",
+        ("fusion", 5): "relative, 0.15 of the prompt, from depth 0.4, last 16 left alone",
+        ("fusion", 15): "relative, 0.3 of the prompt, from depth 0.4, last 16 left alone",
+        ("fusion", 25): "relative, 0.3 of the prompt, from depth 0.2, last 16 left alone",
+    },
+    "reference-gpt2": {
         ("halting", 5): "latent entropy, relative drift, p25, drop, resume 0, decided behind 3 layers",
         ("halting", 15): "latent entropy, relative drift, p40, drop, resume 0, decided behind 3 layers",
         ("halting", 25): "latent entropy, relative drift, p60, drop, resume 0, decided behind 3 layers",
@@ -62,18 +72,6 @@ WINNERS: dict[str, dict[tuple[str, int], str]] = {
         ("fusion", 5): "cosine, 0.15 of the prompt, from depth 0.4, last 16 left alone",
         ("fusion", 15): "l2, 0.3 of the prompt, from depth 0.4, last 16 left alone",
         ("fusion", 25): "l2, 0.3 of the prompt, from depth 0.2, last 16 left alone",
-    },
-    "far-gpt2": {  # on python-source
-        ("halting", 5): "histogram entropy, relative drift, p25, drop, resume 4",
-        ("halting", 15): "none entropy, relative drift, p25, drop, resume 4",
-        ("halting", 25): "none entropy, relative drift, p40, drop, resume 4",
-        (PROMPT_ONLY, 5): "histogram entropy, relative drift, p25, drop, resume 0, decided behind 3 layers, in the prompt only",
-        (PROMPT_ONLY, 15): "histogram entropy, l2 drift, p25, drop, resume 0, in the prompt only",
-        (PROMPT_ONLY, 25): "none entropy, relative drift, p25, drop, resume 0, decided behind 3 layers, in the prompt only",
-        ("kv_skipping", 5): "0.75 of the prompt, from depth 0.4, 16 queries",
-        ("fusion", 5): "relative, 0.15 of the prompt, from depth 0.4, last 16 left alone",
-        ("fusion", 15): "relative, 0.3 of the prompt, from depth 0.4, last 16 left alone",
-        ("fusion", 25): "relative, 0.3 of the prompt, from depth 0.2, last 16 left alone",
     },
 }
 
@@ -144,7 +142,7 @@ def tuned(row: Row, mechanism: str, budget: int) -> Row:
     """The row with a mechanism's winner at a budget (%), each model's own, behind the row's overrides."""
     found = ((model, names.get((mechanism, budget))) for model, names in WINNERS.items())
     won = {model: (*row.overrides, *settings(mechanism)[name]) for model, name in found if name is not None}
-    return replace(row, overrides=won[FIRST], of_model=won)
+    return of_each(row, won)
 
 
 def rows() -> list[Row]:

@@ -89,7 +89,13 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
     return Table(name, "What may leave a prompt: saved against lost", measured(outcomes), (panel,), legend)
 
 
-_NEAR = 8.0  # % of perplexity: what costs less is drawn apart, beside random tokens it would all be one line
+def _near(frame: pd.DataFrame) -> float:
+    """% of perplexity: what costs less is drawn apart, beside random tokens it would all be one line. Half of the lines or more lie below it."""
+    most = frame.groupby("section")["delta_ppl_pct"].max().dropna()
+    near = 8.0
+    while 2 * (most < near).sum() < len(most):
+        near *= 2
+    return near
 
 
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
@@ -98,27 +104,28 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     colours, shapes, dashes = (*PALETTE, "#6a6a6a", "#000000"), (*MARKERS, "h", "p"), (*DASHES, "--", "-")
     frame = measured(outcomes)
     saved, cost = paper_bar()
+    near = _near(frame)
     with style():
         drawing, plots = panels(1, 2, size=(10.5, 3.8))
         for number, plot in enumerate(plots.flat):
             ends = []
             for place, (title, *_) in enumerate(TECHNIQUES.values()):
                 points = frame[frame["section"] == title].dropna(subset=["delta_ppl_pct"])
-                points = points[points["delta_ppl_pct"] < _NEAR] if number else points
+                points = points[points["delta_ppl_pct"] < near] if number else points
                 if points.empty:
                     continue
                 x, y = points["prompt_executed_flops_saved_pct"] + 0.04 * place * number, points["delta_ppl_pct"]
                 look = {"color": colours[place], "marker": shapes[place], "linestyle": dashes[place]}
                 spread = whiskers(y, points["delta_ppl_pct_low"], points["delta_ppl_pct_high"])
                 plot.errorbar(x, y, yerr=spread, elinewidth=0.7, capsize=1.5, **look)
-                if number or y.max() >= _NEAR:
+                if number or y.max() >= near:
                     ends.append((float(x.max()), float(y[x.idxmax()]), title, colours[place]))
             plot.axhline(0, color=GREY, linewidth=0.8, linestyle="-", marker="")
             plot.axhspan(0, cost, color="#dedede", linewidth=0, zorder=0.5)
             plot.set(
                 xlabel="executed FLOPs of the prompt saved, % of dense", ylabel="Δ perplexity of the tokens after it, % of dense"
             )
-            plot.set_title(f"Enlarged: below +{_NEAR:g}%" if number else "All techniques")
+            plot.set_title(f"Enlarged: below +{near:g}%" if number else "All techniques")
             label_ends(plot, ends)
     windows = frame["windows"].dropna()
     said = (
@@ -126,7 +133,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         f"last leave at one depth. Bars: 95% intervals, paired by window{f'; {windows.max():g} windows' if len(windows) else ''}. "
         "Table front scores more windows by default, so its numbers differ slightly. "
         f"Grey band: the loss of the paper's abstract, up to +{cost:.1f}%. Its {saved:g}% of FLOPs are counted by another formula and have no place "
-        f"on this axis. Lines below +{_NEAR:g}% are named in the right picture, where points are moved sideways by at most half a point."
+        f"on this axis. Lines below +{near:g}% are named in the right picture, where points are moved sideways by at most half a point."
     )
     title, caption = "Work of a prompt saved against perplexity lost", (said, *sweeps.notes(outcomes, name))
     return Figure(name, title, frame, drawing, caption, finding=_finding(frame))

@@ -181,7 +181,7 @@ def _from_hub(config: ModelConfig) -> ModelFiles:
             "model.path=/folder of a Hugging Face model",
             f"a folder {config.name} below data.root",
             "HF_HOME=/cache that holds it",
-            "model=reference-gpt2 (embedded)",
+            "model=far-gpt2 (embedded)",
         )
         with fetching(f"model={config.name}", config.path, "model", offline):
             cached = snapshot(local_only=False)

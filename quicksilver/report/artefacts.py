@@ -70,7 +70,7 @@ class Row:
         words = self.of_model.get(given.get("model", ""), self.overrides)
         own = {override.partition("=")[0] for override in words}
         theirs = [override for override in overrides if override.partition("=")[0] not in own]
-        return (*(one for one in self.defaults if one.partition("=")[0] not in given), *theirs, *words)
+        return (*(one for one in self.defaults if one.partition("=")[0] not in given.keys() | own), *theirs, *words)
 
 
 @dataclass(frozen=True)

@@ -66,9 +66,18 @@ def all_kept(outcomes: Sequence[Outcome], store: Store) -> bool:
 
 
 def jobs_of(artefact: Artefact, overrides: Sequence[str], answers: RecordIndex, *, to_run: bool = True) -> list[Job]:
-    """One job for each row of the artefact, in their order; `to_run` as in `make_job`."""
-    rows = artefact.experiment.rows()
-    return [make_job(f"{row.panel} {row.key}", row.words(overrides), row.needs, answers, to_run=to_run) for row in rows]
+    """One job for each row of the artefact, in their order; `to_run` as in `make_job`. A variant leaves a row the text that it has of its own."""
+    made = []
+    for row in artefact.experiment.rows():
+        text = any(word.startswith("dataset=") for word in row.defaults) and selected_by(_given(overrides)) is not None
+        asked = [word for word in overrides if not (text and word.startswith("dataset="))]
+        made.append(make_job(f"{row.panel} {row.key}", row.words(asked), row.needs, answers, to_run=to_run))
+    return made
+
+
+def _given(overrides: Sequence[str]) -> list[str]:
+    """Those that change what is measured."""
+    return [override for override in overrides if override.split("=")[0] not in _NEUTRAL]
 
 
 def build(artefact: Artefact, jobs: Sequence[Job], base: RunConfig, overrides: Sequence[str], *, svg: bool = False) -> Made:
@@ -142,7 +151,7 @@ def name_of(name: str, base: RunConfig, overrides: Sequence[str]) -> str:
     repository has."""
     from quicksilver.runs.config import compose
 
-    given = [override for override in overrides if override.split("=")[0] not in _NEUTRAL]
+    given = _given(overrides)
     if (variant := selected_by(given)) is not None:
         return f"{name}-{variant.name}"
     default = compose([])
@@ -162,7 +171,7 @@ def command_of(artefact: Artefact, overrides: Sequence[str]) -> str:
 
 # --- other models and texts -------------------------------------------------------------------------------------------------------
 
-DEFAULT = "reference-gpt2 · python-docs"
+DEFAULT = "far-gpt2 · python-source"
 
 
 class Variant(NamedTuple):
@@ -180,15 +189,26 @@ class Variant(NamedTuple):
 
 
 VARIANTS = (
-    Variant("reference-llama-python-docs", "reference-llama · python-docs", ("model=reference-llama",)),
-    Variant("reference-gpt2-wikitext103", "reference-gpt2 · WikiText-103", ("dataset=wikitext103", "dataset.windows=32")),
-    # A model that uses its context, on the text where that pays.
-    Variant("far-gpt2-python-source", "far-gpt2 · python-source", ("model=far-gpt2", "dataset=python-source")),
-    # With the power that the first command has no time for.
+    # Models that use little of their context.
+    *(
+        Variant(f"{model}-python-docs", f"{model} · python-docs", (f"model={model}", "dataset=python-docs"))
+        for model in ("reference-gpt2", "reference-llama")
+    ),
+    Variant(
+        "reference-gpt2-wikitext103",
+        "reference-gpt2 · WikiText-103",
+        ("model=reference-gpt2", "dataset=wikitext103", "dataset.windows=32"),
+    ),
+    # With the power that the first command has no time for. More windows change no time.
     Variant(
         "128-windows",
-        f"{DEFAULT}, 3 random draws, 128 windows instead of 32",
-        ("dataset.windows=128", "measure.null_control.seeds=3"),
+        f"{DEFAULT}, 3 random draws, 128 windows instead of 32, nothing timed",
+        (
+            "dataset.windows=128",
+            "measure.null_control.seeds=3",
+            "measure.latency.enabled=false",
+            "measure.emissions.enabled=false",
+        ),
     ),
 )
 

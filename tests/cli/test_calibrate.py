@@ -48,13 +48,13 @@ def test_maps_and_schedules_are_of_the_windows_that_are_asked_for(
         f"results_dir={tmp_path}",
     ]
     assert console.main(["fit", *shared, "layers=[9]", "windows=32", "distill=1"]) == 0
-    path = tmp_path / "translators" / "reference-gpt2.layer9.safetensors"
+    path = tmp_path / "translators" / "far-gpt2.layer9.safetensors"
     assert Translator.load(path).provenance["text"]["window_tokens"] == 64
     printed = capsys.readouterr().out
     assert "\nown: 16 windows" in printed
     assert "save=0.4 text=[python-docs,own] translators=" in printed
     assert console.main(["schedule", *shared, f"translators=[{path}]", "save=0.3", "windows=2"]) == 0
-    found = yaml.safe_load((tmp_path / "translators" / "reference-gpt2.schedules.yaml").read_text())["schedules"][30]
+    found = yaml.safe_load((tmp_path / "translators" / "far-gpt2.schedules.yaml").read_text())["schedules"][30]
     assert found["saved_pct"] >= 30
     assert round(48 * found["schedule"]["drop_share"], 3) % 1 == 0  # whole tokens of a prompt of 48
     assert "protocol.prompt_tokens=48" in capsys.readouterr().out

@@ -173,8 +173,8 @@ def test_a_model_that_cannot_be_had_is_one_message(harness, what, monkeypatch, c
 
 
 NAMES = [
-    (("model=gpt2-large", "dataset=wikitext103"), "table11-gpt2-large-wikitext103"), (("model=reference-gpt2", "dataset=python-docs"), "table11"),
-    (("measure.latency.repeats=9",), "table11-reference-gpt2-python-docs-"),
+    (("model=gpt2-large", "dataset=wikitext103"), "table11-gpt2-large-wikitext103"), (("model=far-gpt2", "dataset=python-source"), "table11"),
+    (("measure.latency.repeats=9",), "table11-far-gpt2-python-source-"),
 ]  # fmt: skip
 
 
@@ -459,7 +459,8 @@ def test_numbers_of_the_findings_are_cells_of_committed_tables(tmp_path):
             with_cells(f"1{wrong}", tmp_path)
 
 
-LLAMA, SEEDS, USED = "table_front-reference-llama-python-docs", "table_seeds", "table_context_used"
+LLAMA, GPT2 = "table_front-reference-llama-python-docs", "table_front-reference-gpt2-python-docs"
+SEEDS, USED = "table_seeds", "table_context_used"
 SECOND, PROMPT = "reference-gpt2-seed43.continuation", "tuned.halting_prompt.15"
 
 
@@ -467,7 +468,7 @@ SECOND, PROMPT = "reference-gpt2-seed43.continuation", "tuned.halting_prompt.15"
     ("default halting costs {:+.1f}%, not {:+.1f}%", [(SEEDS, SECOND, "isolated.halting", "delta_ppl_pct"),
         (SEEDS, "reference-gpt2.continuation", "isolated.halting", "delta_ppl_pct")]),
     ("Tuned halting saves {:.1f}% for {:+.1f}%, predicted K/V {:.1f}% for {:+.1f}%, and truncation {:.1f}% for {:+.1f}%", [
-        ("table_front", "continuation", key, column) for key in ("tuned.halting.15", "40", "truncated")
+        (GPT2, "continuation", key, column) for key in ("tuned.halting.15", "40", "truncated")
         for column in ("prompt_executed_flops_saved_pct", "delta_ppl_pct")]),
     ("saves {:.0f}% for {:+.0f}% on reference-llama, in the prompt only {:.0f}% for {:+.1f}%", [
         (LLAMA, "continuation", key, column) for key in ("tuned.halting.15", PROMPT) for column in ("prompt_executed_flops_saved_pct", "delta_ppl_pct")]),

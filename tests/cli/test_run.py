@@ -76,7 +76,7 @@ def test_show_prints_what_each_process_timed_again_with_its_file_and_every_optio
     assert f"in {len(files)} processes on " in row["timed"]
     assert all(row["record"] in Path(one).read_text() for one in files)
     assert shown.count("  timed again  ") == len(files)
-    assert re.search(r"^  options .*decision_layers=\[\d", shown, re.M)
+    assert re.search(r"^  options .*halting\.tau_entropy=None", shown, re.M)
 
 
 def test_two_runs_without_a_prompt_are_compared_by_all_tokens(words, prints):

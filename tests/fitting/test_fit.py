@@ -248,7 +248,7 @@ def test_the_models_own_file_is_part_of_what_a_run_is_of_only_where_it_is_read(t
 def test_a_measurement_that_reads_the_lens_is_of_it_too() -> None:
     place = RunContext()
     found = [place.identity(compose(["protocol=all", *words])).digests for words in (["measure=lenses"], ["measure=quick"])]
-    own = EMBEDDED / "reference-gpt2" / "tuned_lens" / "lens.safetensors"
+    own = EMBEDDED / "far-gpt2" / "tuned_lens" / "lens.safetensors"
     assert found[0]["tuned_lens.lenses.lens.safetensors"] == hashlib.sha256(own.read_bytes()).hexdigest()
     assert not any(key.startswith("tuned_lens") for key in found[1])
 

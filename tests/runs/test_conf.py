@@ -68,7 +68,7 @@ def test_every_model_composes_with_all_modules_at_once(subtests):
             config = compose([f"model={model}", f"modules=[{','.join(by_key.values())}]", "protocol=continuation", *more])
             assert set(config.modules) == set(by_key)
             assert all(isinstance(module, RuntimeModule) for module in build_modules(config.modules))
-            assert config.label.startswith("x | " if more else f"{model} | python-docs | ")
+            assert config.label.startswith("x | " if more else f"{model} | python-source | ")
 
 
 def test_every_module_s_yaml_says_where_it_goes_and_composes_to_its_entry(subtests):
@@ -82,7 +82,7 @@ def test_every_module_s_yaml_says_where_it_goes_and_composes_to_its_entry(subtes
             if thinning.whole or number % 10 == 0:
                 config = compose([f"modules=[{module}]", "protocol=all"])
                 assert config.modules == {name: entry}
-                assert config.label == f"reference-gpt2 | python-docs | {name.replace('quicksilver', 'predicted_kv')} | all"
+                assert config.label == f"far-gpt2 | python-source | {name.replace('quicksilver', 'predicted_kv')} | all"
 
 
 @pytest.mark.parametrize(("name", "more"), [("predicted_kv", []), ("predicted_kv_50", []), ("predicted_kv", ["save=0.6"])])
@@ -92,7 +92,7 @@ def test_predicted_kv_is_the_same_run_as_by_its_old_name(name, more):
         for one in (name.replace("predicted_kv", "quicksilver"), name)
     )
     assert old.identity() == new.identity()
-    assert new.label == "reference-gpt2 | python-docs | predicted_kv | continuation"
+    assert new.label == "far-gpt2 | python-source | predicted_kv | continuation"
 
 
 def test_the_protocol_group_has_the_fields_of_the_protocol():

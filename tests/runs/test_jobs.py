@@ -76,12 +76,12 @@ def test_a_row_whose_kernel_is_wrong_here_says_why_and_the_table_is_whole(words,
 
 
 def test_a_row_whose_gates_do_not_ship_with_the_model_says_so_before_it_is_loaded(tmp_path):
-    words = ["model=far-gpt2", "dataset.windows=2", "protocol=continuation"]
+    words = ["model=far-llama", "dataset.windows=2", "protocol=continuation"]
     answers, rows = jobs_of(tmp_path / "results", words, dense=[], learned=["modules=[learned_halting]"])
     run_missing(rows, answers)
     assert rows[0].record is not None
-    assert (rows[1].record, rows[1].error, rows[1].reason) == (None, None, "gates='predict': none ship with far-gpt2.")
-    with pytest.raises(UnavailableError, match=r"far-gpt2\. Train gates for this model: python scripts/train_halting\.py"):
+    assert (rows[1].record, rows[1].error, rows[1].reason) == (None, None, "gates='predict': none ship with far-llama.")
+    with pytest.raises(UnavailableError, match=r"far-llama\. Train gates for this model: python scripts/train_halting\.py"):
         rows[1].planned(run_context(None, rows))
 
 

@@ -46,7 +46,7 @@ class Demo(Command):
     )
     text: str | None = key("TEXT", "default: of the Python language reference, which the models were not trained on")
     new_tokens: Positive = key("20", "how many tokens both write after it", 20)
-    model: str = key("NAME", "reference-gpt2 or reference-llama, which come with the package", "reference-gpt2")
+    model: str = key("NAME", "one that comes with the package", "far-gpt2")
     svg: str | None = key("FILE", "write it as a picture too")
 
     def main(self) -> int:
@@ -57,8 +57,7 @@ class Demo(Command):
         from quicksilver.models.loading import EMBEDDED
         from quicksilver.runs.choices import choices
 
-        names = [name for name in choices("model") if name.startswith("reference-")]
-        embedded = [name for name in names if (EMBEDDED / name / "model.safetensors").is_file()]
+        embedded = [name for name in choices("model") if (EMBEDDED / name / "predicted_kv").is_dir()]
         if self.model not in embedded:
             raise ConfigError(f"model={self.model}: a demo runs the models that come with the package: {', '.join(embedded)}.")
         if sys.stderr.isatty():

@@ -119,6 +119,6 @@ def test_more_windows_and_draws_change_the_verdicts_that_the_docs_name() -> None
         row for row in read(ROOT / "results/tables/table11-128-windows.json").entries if row["key"] == "cumulative.fusion"
     ]
     assert {row["null_kind"] for row in combined} == {None, "random neighbours"}  # under `all` it is refused
-    same = [f"table_{name}" for name in ["context_used", "fair_trial", "far_context", "front", "seeds"]]
+    same = [f"table_{name}" for name in ["context_used", "fair_trial", "far_context", "front", "lengths", "seeds"]]
     assert verdicts(same) == verdicts(same, "-128-windows")
-    assert len(verdicts(same)) == 97
+    assert len(verdicts(same)) == 115

@@ -46,6 +46,18 @@ WINNERS: dict[str, dict[tuple[str, int], str]] = {
         ("fusion", 15): "relative, 0.3 of the prompt, from depth 0.4, last 16 left alone",
         ("fusion", 25): "relative, 0.3 of the prompt, from depth 0.2, last 16 left alone",
     },
+    "far-llama": {  # on python-source
+        ("halting", 5): "histogram entropy, relative drift, p25, drop, resume 4",
+        ("halting", 15): "histogram entropy, relative drift, p40, drop, resume 4",
+        ("halting", 25): "histogram entropy, relative drift, p60, project, resume 4",
+        (PROMPT_ONLY, 5): "histogram entropy, relative drift, p25, drop, resume 0, decided behind 3 layers, in the prompt only",
+        (PROMPT_ONLY, 15): "histogram entropy, relative drift, p40, project, resume 0, in the prompt only",
+        (PROMPT_ONLY, 25): "histogram entropy, relative drift, p60, project, resume 4, in the prompt only",
+        ("kv_skipping", 5): "0.75 of the prompt, from depth 0.4, 64 queries",
+        ("fusion", 5): "cosine, 0.15 of the prompt, from depth 0.4, last 16 left alone",
+        ("fusion", 15): "cosine, 0.3 of the prompt, from depth 0.4, last 16 left alone",
+        ("fusion", 25): "l2, 0.3 of the prompt, from depth 0.2, last 16 left alone",
+    },
     "reference-gpt2": {
         ("halting", 5): "latent entropy, relative drift, p25, drop, resume 0, decided behind 3 layers",
         ("halting", 15): "latent entropy, relative drift, p40, drop, resume 0, decided behind 3 layers",

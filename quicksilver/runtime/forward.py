@@ -13,7 +13,7 @@ from quicksilver.runtime.plan import KV, Attended, Packing
 from quicksilver.runtime.translation import KVTranslator, PredictedKV
 
 if TYPE_CHECKING:
-    from quicksilver.runtime.plan import Arrangement, Situation
+    from quicksilver.runtime.plan import Arrangement
 
 
 class Forward:
@@ -63,7 +63,7 @@ class Forward:
         self.past_lengths: list[torch.Tensor | int] = []
         self.newest_kv: KV | None = None
         self.predicted: dict[int, PredictedKV] = {}
-        self.arranged: tuple[Situation, Arrangement] | None = None  # the planner's, for layers with the same tokens
+        self.arranged: tuple[tuple[object, ...], Arrangement] | None = None  # the planner's, for layers with the same tokens
         self.carried: tuple[Packing, torch.Tensor] | None = None
         self._packing: Packing | None = None
         self._kept: dict[str, Packing] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -14,7 +14,7 @@ from quicksilver.runtime.cache.entries import put_rows, take_rows
 from quicksilver.runtime.ledger import LayerWork
 from quicksilver.runtime.module import PrecisionExecutor
 from quicksilver.runtime.phases import phase
-from quicksilver.runtime.visibility import Span, Visibility
+from quicksilver.runtime.visibility import Visibility
 
 if TYPE_CHECKING:
     from quicksilver.runtime.forward import Forward
@@ -24,7 +24,7 @@ KV = tuple[torch.Tensor, torch.Tensor]
 Way = Literal["plain", "append", "compact", "masked"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Packing:
     """The tokens of one layer, packed to the left.
 
@@ -38,7 +38,7 @@ class Packing:
     real: torch.Tensor | None
     width: int
     # What all layers are handed alike, rotary factors and positions, is packed once.
-    _shared: list[tuple[Any, Any]] = field(default_factory=list, compare=False, repr=False)
+    _shared: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
 
     @classmethod
     @phase("gather")
@@ -63,9 +63,7 @@ class Packing:
     @phase("gather")
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """(B, N, ...) -> (B, A, ...)."""
-        if self.order is None:
-            return x
-        return take_rows(x, self.order)
+        return x if self.order is None else take_rows(x, self.order)
 
     def put(self, full: torch.Tensor, packed_old: torch.Tensor, packed_new: torch.Tensor) -> torch.Tensor:
         """`full` (B, N, D) with the chosen columns replaced by `packed_new` (B, A, D); `packed_old` is what `take` gave."""
@@ -142,12 +140,10 @@ class HaltedKV:
         source: where they come from: `project`ed from the frozen state, `copy` of the newest there were, `zero`, or `predict`ed, when
             the token halted, by the translator of source layer `translator`.
         packing: which columns. Under `masked` all of them, `real` says which.
-        facts: of the entries, (B, E) each; None under `masked`.
     """
 
     source: str
     packing: Packing
-    facts: Entries | None
     translator: int | None = None
 
 
@@ -272,53 +268,19 @@ class Machine:
 # -- from the state of a pass and a layer's cache to the layer's plan -------------------------------------------------------------
 
 
-class Source(NamedTuple):
-    """Halted tokens that are seen in a layer: where their K and V come from, their columns, and the translator's source layer."""
-
-    name: str
-    packing: Packing
-    translator: int | None
-
-
 @dataclass(frozen=True)
 class Arrangement:
     """Where the K and V of a compact layer go and who sees them: the same for all layers with the same tokens.
 
     Attributes:
-        own: facts of the computed tokens, (B, A) each; others, of the halted ones that are seen.
+        own: facts of the computed tokens, (B, A) each.
         layout, mask, own_keys_only: as in `LayerPlan`.
     """
 
     own: Entries
-    others: tuple[Entries, ...]
     layout: KVLayout | None
     mask: torch.Tensor | None
     own_keys_only: bool
-
-
-@dataclass(frozen=True)
-class Situation:
-    """What an arrangement follows from where of tokens nothing but the slot is known.
-
-    Attributes:
-        packings: of the computed tokens and of the halted ones; these very objects.
-        fresh: the layer's cache has no entries, or there is none; cached: there is one.
-        window, span: how far back its queries see.
-    """
-
-    packings: tuple[Packing, ...]
-    fresh: bool
-    cached: bool
-    window: int | None
-    span: Span | None
-
-    def is_that_of(self, other: Situation) -> bool:
-        return (
-            self.fresh
-            and (self.fresh, self.cached, self.window, self.span) == (other.fresh, other.cached, other.window, other.span)
-            and len(self.packings) == len(other.packings)
-            and all(one is another for one, another in zip(self.packings, other.packings, strict=True))
-        )
 
 
 class Planner:
@@ -336,16 +298,13 @@ class Planner:
 
     def plan(self, call: LayerCall, forward: Forward, observes_kv: bool) -> LayerPlan:
         """The plan of one layer; `observes_kv`: its K and V are needed afterwards."""
-        if forward.is_plain and self._is_dense(call, forward):
+        store, layer = call.store, call.layer
+        complete = forward.is_plain and (store is None or store.is_complete)
+        if complete and self.visibility.span_reaches_back(layer, forward.end):
             return LayerPlan("plain", Packing(None, None, forward.n), observes_kv=observes_kv)
-        if not observes_kv and call.store is not None and self.can_append(call.store, call.layer, forward):
+        if not observes_kv and store is not None and self.can_append(store, layer, forward):
             return LayerPlan("append", Packing(None, None, 1), observes_kv=False)
         return self._masked(call, forward) if self.masked else self._compact(call, forward)
-
-    def _is_dense(self, call: LayerCall, forward: Forward) -> bool:
-        """The layer has all entries, and its queries see as far as the model has it."""
-        complete = call.store is None or call.store.is_complete
-        return complete and self.visibility.span_reaches_back(call.layer, forward.end)
 
     def can_append(self, store: CacheLayer, layer: int, forward: Forward) -> bool:
         """One new token in each row, nothing decided about it yet, that sees all entries of the layer as they lie there."""
@@ -370,113 +329,88 @@ class Planner:
     # -- compact -----------------------------------------------------------------------------------------------------------------
 
     def _compact(self, call: LayerCall, forward: Forward) -> LayerPlan:
-        layer, store, state = call.layer, call.store, forward.executed
-        packing = forward.packing(layer)
-        sources = self._sources(layer, forward)
+        store, packing, halted = call.store, forward.packing(call.layer), self._halted(call.layer, forward)
         if packing.width == 0:
-            own, others = self._facts(state, packing.take), self._others(sources, state)
-            entries, keep = self._with_halted(own, self._own_entries(layer, packing, state), sources, others)
-            layout = store.plan(entries, keep, in_order=False) if store is not None and sources else None
-            halted = self._halted(sources, others)
+            layout = None
+            if store is not None and halted:
+                _, entries, keep = self._new_entries(call.layer, packing, halted, forward.executed)
+                layout = store.plan(entries, keep, in_order=False)
             return LayerPlan("compact", packing, target=store, layout=layout, halted=halted)
-        found = self._arrangement(call, forward, packing, sources)
-        halted, target = self._halted(sources, found.others), None
-        if store is not None or not found.own_keys_only:
-            target = store if store is not None else self.new_store()
-        bits = self._widths(found.own, packing)
+        found = self._arrangement(call, forward, packing, halted)
+        target = self.new_store() if store is None and not found.own_keys_only else store
+        bits = found.own.get("bits")
+        if bits is not None and packing.real is not None:
+            # Padding is computed at a width its row has anyway, lest it ask for products of a width that no token has.
+            bits = torch.where(packing.real, bits, bits[:, :1])
         return LayerPlan(
             "compact", packing, found.own["slots"], target, found.layout, halted, bits, found.mask, found.own_keys_only
         )
 
-    def _arrangement(self, call: LayerCall, forward: Forward, packing: Packing, sources: list[Source]) -> Arrangement:
+    def _arrangement(self, call: LayerCall, forward: Forward, packing: Packing, halted: tuple[HaltedKV, ...]) -> Arrangement:
         """That of the layer before where nothing has changed since: sorting entries and comparing slots takes as long as a small layer's
         products."""
-        state, store = forward.executed, call.store
-        situation = Situation(
-            (packing, *(one.packing for one in sources)),
-            fresh=store is None or store.slots is None,
-            cached=store is not None,
-            window=self.visibility.windows[call.layer],
-            span=self.visibility.arch.spans[call.layer],
+        layer, store, state = call.layer, call.store, forward.executed
+        fresh = store is None or store.slots is None
+        # What it follows from where of tokens nothing but the slot is known; packings are compared as objects.
+        of = (
+            packing,
+            *(one.packing for one in halted),
+            store is None,
+            self.visibility.windows[layer],
+            self.visibility.arch.spans[layer],
         )
         only_slots = not (state.any_kv_skipped or state.fusions or state.precisions)
-        if only_slots and forward.arranged is not None and situation.is_that_of(forward.arranged[0]):
+        if only_slots and fresh and forward.arranged is not None and forward.arranged[0] == of:
             return forward.arranged[1]
-        found = self._arrange(call, forward, packing, sources)
-        forward.arranged = (situation, found) if only_slots else None
-        return found
-
-    def _arrange(self, call: LayerCall, forward: Forward, packing: Packing, sources: list[Source]) -> Arrangement:
-        layer, store, state = call.layer, call.store, forward.executed
-        own, others = self._facts(state, packing.take), self._others(sources, state)
-        entries, keep = self._with_halted(own, self._own_entries(layer, packing, state), sources, others)
-        own_keys_only = self._own_keys_only(call, forward, entries, bool(sources), packing.real is None)
+        own, entries, keep = self._new_entries(layer, packing, halted, state)
+        # Active tokens come first and padding last, so the causal kernel is right for every real query without a mask, as long as the keys
+        # are exactly the queries' own tokens and weigh the same; without causality only where no row is padded.
+        own_keys_only = (
+            fresh
+            and not (halted or state.any_kv_skipped or self.visibility.weighs(entries))
+            and self.visibility.own_kernel_fits(layer, forward.n, forward.end, even=packing.real is None)
+        )
         layout = mask = None
         if store is not None or not own_keys_only:
             # A cache is in slot order, and halted tokens come after computed ones that they stand before.
-            layout = (store if store is not None else self.new_store()).plan(entries, keep, in_order=not sources)
+            layout = (store if store is not None else self.new_store()).plan(entries, keep, in_order=not halted)
         if not own_keys_only:
             all_seen = forward.n == 1 and self.visibility.one_token_sees_all(layer, forward.seen)
             assert layout is not None
             mask = self.visibility.mask(layer, own["slots"], packing.real, layout.entries, layout.valid, all_seen)
-        return Arrangement(own, others, layout, mask, own_keys_only)
+        found = Arrangement(own, layout, mask, own_keys_only)
+        forward.arranged = (of, found) if only_slots and fresh else None
+        return found
 
-    def _own_entries(self, layer: int, packing: Packing, state: PassState) -> torch.Tensor | None:
-        """Which of the packed tokens get an entry: (B, A) bool, None: all."""
-        if not state.any_kv_skipped:
-            return packing.real
-        writes = packing.take(state.writes_kv(layer))
-        return writes if packing.real is None else packing.real & writes
-
-    def _with_halted(
-        self, own: Entries, keep: torch.Tensor | None, sources: list[Source], others: tuple[Entries, ...]
-    ) -> tuple[Entries, torch.Tensor | None]:
-        """Facts of the packed tokens and, behind them, of the halted ones; which of them get an entry."""
-        if not sources:
-            return own, keep
+    def _new_entries(
+        self, layer: int, packing: Packing, halted: tuple[HaltedKV, ...], state: PassState
+    ) -> tuple[Entries, Entries, torch.Tensor | None]:
+        """Facts of the packed tokens; of these and, behind them, the halted ones; which of them get an entry, (B, ...) bool, None: all."""
+        own, keep = self._facts(state, packing.take), packing.real
+        if state.any_kv_skipped:
+            writes = packing.take(state.writes_kv(layer))
+            keep = writes if keep is None else keep & writes
+        if not halted:
+            return own, own, keep
         entries, kept = own, [or_all(keep, own["slots"])]
-        for one, facts in zip(sources, others, strict=True):
+        for one in halted:
+            facts = self._facts(state, one.packing.take)
             entries = join_entries(entries, facts)
             kept.append(or_all(one.packing.real, facts["slots"]))
-        if keep is None and all(one.packing.real is None for one in sources):
-            return entries, None
-        return entries, torch.cat(kept, dim=1)
+        if keep is None and all(one.packing.real is None for one in halted):
+            return own, entries, None
+        return own, entries, torch.cat(kept, dim=1)
 
-    def _own_keys_only(self, call: LayerCall, forward: Forward, entries: Entries, halted: bool, even: bool) -> bool:
-        """Active tokens come first and padding last, so the causal kernel is right for every real query without a mask, as long as the
-        keys are exactly the queries' own tokens and weigh the same; without causality only where no row is padded (`even`)."""
-        fresh = call.store is None or call.store.slots is None
-        return (
-            fresh
-            and not halted
-            and not forward.executed.any_kv_skipped
-            and not self.visibility.weighs(entries)
-            and self.visibility.own_kernel_fits(call.layer, forward.n, forward.end, even)
-        )
-
-    def _widths(self, own: Entries, packing: Packing) -> torch.Tensor | None:
-        bits = own.get("bits")
-        if bits is None or packing.real is None:
-            return bits
-        # Padding is computed at a width its row has anyway, lest it ask for products of a width that no token has.
-        return torch.where(packing.real, bits, bits[:, :1])
-
-    def _sources(self, layer: int, forward: Forward) -> list[Source]:
+    def _halted(self, layer: int, forward: Forward) -> tuple[HaltedKV, ...]:
         """Halted tokens that have K/V entries, as `missing_kv` has it."""
         state = forward.executed
         if not state.kept_kv:
-            return []
-        found = [Source(mode, packing, None) for mode, packing in forward.kept(layer).items()]
+            return ()
+        found = [HaltedKV(mode, packing) for mode, packing in forward.kept(layer).items()]
         for source_layer in sorted(state.translators):
             name = "project" if source_layer == layer else "predict"
-            found.append(Source(name, forward.prediction_packing(layer, source_layer), source_layer))
-        return [one for one in found if one.packing.width]
-
-    def _others(self, sources: list[Source], state: PassState) -> tuple[Entries, ...]:
-        return tuple(self._facts(state, one.packing.take) for one in sources)
-
-    def _halted(self, sources: list[Source], others: tuple[Entries, ...]) -> tuple[HaltedKV, ...]:
-        return tuple(HaltedKV(one.name, one.packing, facts, one.translator) for one, facts in zip(sources, others, strict=True))
+            found.append(HaltedKV(name, forward.prediction_packing(layer, source_layer), source_layer))
+        return tuple(one for one in found if one.packing.width)
 
     # -- masked ------------------------------------------------------------------------------------------------------------------
 
@@ -487,18 +421,13 @@ class Planner:
         packing = Packing(None, state.active(layer), forward.n)
         layout = target.plan(facts, state.kv_present(layer))
         mask = self.visibility.mask(layer, state.slots, packing.real, layout.entries, layout.valid)
-        halted = tuple(self._masked_halted(layer, forward))
-        return LayerPlan("masked", packing, state.slots, target, layout, halted, facts.get("bits"), mask)
-
-    def _masked_halted(self, layer: int, forward: Forward) -> list[HaltedKV]:
-        state = forward.executed
-        found = [
-            HaltedKV(mode, Packing(None, state.kept(layer, mode), forward.n), None)
+        halted = [
+            HaltedKV(mode, Packing(None, state.kept(layer, mode), forward.n))
             for mode in ("zero", "copy")
             if mode in state.kept_kv
         ]
         for source_layer in sorted(state.translators):
-            source = "project" if source_layer == layer else "predict"
             real = state.kept(layer, "predict") & (state.halt_layer == source_layer - 1)
-            found.append(HaltedKV(source, Packing(None, real, forward.n), None, source_layer))
-        return found
+            name = "project" if source_layer == layer else "predict"
+            halted.append(HaltedKV(name, Packing(None, real, forward.n), source_layer))
+        return LayerPlan("masked", packing, state.slots, target, layout, tuple(halted), facts.get("bits"), mask)

@@ -5,35 +5,29 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+KV = tuple[torch.Tensor, torch.Tensor]
+"""K and V, (B, H_kv, K, head_dim) each."""
 
 Entries = dict[str, torch.Tensor]
 """Facts about each K/V entry, (B, K) each: `slots` long, and where they matter `size` float32 (super-tokens), `bits` uint8,
 `attention` float32 (received so far)."""
 
-_DEFAULTS: dict[str, tuple[float, torch.dtype]] = {
-    "size": (1.0, torch.float32),
-    "bits": (16, torch.uint8),
-    "attention": (0.0, torch.float32),
-}
+_DEFAULTS = {"size": (1.0, torch.float32), "bits": (16, torch.uint8), "attention": (0.0, torch.float32)}
 
 
 def join_entries(past: Entries | None, new: Entries) -> Entries:
     """Entries of [past, new]; a fact that one side lacks has its default there."""
     if past is None:
         return dict(new)
-    joined: Entries = {}
-    for name in past.keys() | new.keys():
-        sides = []
-        for side in (past, new):
-            if name in side:
-                sides.append(side[name])
-            else:
-                value, dtype = _DEFAULTS[name]
-                sides.append(torch.full_like(side["slots"], value, dtype=dtype))
-        joined[name] = torch.cat(sides, dim=1)
-    return joined
+
+    def fact(side: Entries, name: str) -> torch.Tensor:
+        return side[name] if name in side else torch.full_like(side["slots"], _DEFAULTS[name][0], dtype=_DEFAULTS[name][1])
+
+    return {name: torch.cat([fact(past, name), fact(new, name)], dim=1) for name in past.keys() | new.keys()}
 
 
 QuantizeDequantize = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -41,20 +35,14 @@ QuantizeDequantize = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def merge_entries(
-    entries: Entries,
-    present: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    into: torch.Tensor,
-    quantize_dequantize: QuantizeDequantize | None = None,
+    entries: Entries, present: torch.Tensor, kv: KV, into: torch.Tensor, quantize_dequantize: QuantizeDequantize | None = None
 ) -> tuple[Entries, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Groups of entries become one: K and V their means weighted by size, in the place of the one they go `into` (B, K) long.
 
     A rotary key keeps the rotation it was stored with, so a group's key is a mean over positions as well. With `quantize_dequantize` the means are
     coded at the width of the entry they go into.
     """
-    size = entries.get("size")
-    size = torch.ones_like(present, dtype=torch.float32) if size is None else size
+    size = entries.get("size", torch.ones_like(present, dtype=torch.float32))
     moves = present & (into != torch.arange(into.shape[1], device=into.device))
     rows, sources = moves.nonzero(as_tuple=True)
     targets = into[rows, sources]
@@ -62,7 +50,7 @@ def merge_entries(
     grown = size.index_put((rows, targets), size[rows, sources], accumulate=True)
     number = is_target.flatten().long().cumsum(0).view_as(into) - 1  # of each target among all
     merged = []
-    for states in (keys, values):
+    for states in kv:
         by_entry = states.transpose(1, 2)  # (B, K, H_kv, head_dim)
         total = by_entry[is_target].float() * size[is_target][:, None, None]
         total.index_add_(0, number[rows, targets], by_entry[rows, sources].float() * size[rows, sources][:, None, None])
@@ -98,20 +86,25 @@ class KVLayout:
         return self.entries["slots"]
 
 
-class EntryTable:
-    """Facts of the entries of one cache layer, and where they stand.
+class Storage(ABC):
+    """K and V of one layer in one representation, and which entries they are.
 
     Plain entries at the end, of which nothing but the slot is known, are counted and written down only when somebody asks.
 
     Attributes:
         present: (B, K) bool, columns that are entries; None: all.
+        keys, values: the tensors themselves where the representation has them, else None.
     """
 
     def __init__(self) -> None:
+        self.keys: Any = None
+        self.values: Any = None
         self.present: torch.Tensor | None = None
         self._entries: Entries | None = None
         self._n_plain = self._first_plain = self._rows = 0
         self._device: torch.device | None = None
+
+    # -- which entries there are -------------------------------------------------------------------------------------------------
 
     @property
     def entries(self) -> Entries | None:
@@ -122,8 +115,15 @@ class EntryTable:
             self._n_plain = 0
         return self._entries
 
+    @property
+    def stored_entries(self) -> Entries:
+        """The same, of a storage that has some."""
+        entries = self.entries
+        assert entries is not None, "nothing has been stored"
+        return entries
+
     def put(self, entries: Entries | None, present: torch.Tensor | None) -> None:
-        """Replace everything."""
+        """Replace all that is known of entries."""
         self._entries, self.present, self._n_plain = entries, present, 0
 
     def add_plain(self, n: int, first_slot: int, rows: int, device: torch.device) -> None:
@@ -136,11 +136,7 @@ class EntryTable:
     @property
     def lengths(self) -> torch.Tensor:
         """(B,) long: entries of each row."""
-        if self.present is not None:
-            return self.present.sum(1)
-        assert self.entries is not None
-        slots = self.entries["slots"]
-        return slots.new_full((slots.shape[0],), slots.shape[1])
+        return self.is_entry.sum(1)
 
     @property
     def length(self) -> torch.Tensor | int:
@@ -159,10 +155,20 @@ class EntryTable:
         """(B, K) bool: columns that are entries."""
         if self.present is not None:
             return self.present
-        assert self.entries is not None
-        return torch.ones_like(self.entries["slots"], dtype=torch.bool)
+        return torch.ones_like(self.stored_entries["slots"], dtype=torch.bool)
 
-    def plan_packed(self, new: Entries, keep: torch.Tensor | None, in_order: bool) -> KVLayout:
+    @property
+    def can_append(self) -> bool:
+        """All rows have as many entries, side by side as they are attended to: a further token can just be put behind them."""
+        return False
+
+    @abstractmethod
+    def is_complete(self, n_columns: int) -> bool:
+        """Each of the `n_columns` columns seen has a plain entry."""
+
+    # -- growing -----------------------------------------------------------------------------------------------------------------
+
+    def plan(self, new: Entries, keep: torch.Tensor | None, in_order: bool = True) -> KVLayout:
         """Layout after adding tokens with facts `new` (B, M), of which `keep` (B, M) bool get an entry (None: all): entries to the left
         in slot order, what is none cut off. `in_order`: the slots of `new` ascend already."""
         entries = join_entries(self.entries, new)
@@ -184,79 +190,6 @@ class EntryTable:
         entries = {name: fact.gather(1, order) for name, fact in entries.items()}
         return KVLayout(entries, None if bool(valid.all()) else valid, order, new)
 
-    def plan_in_place(self, new: Entries, keep: torch.Tensor | None) -> KVLayout:
-        """The same where every column stays in its place, entry or not."""
-        keep = torch.ones_like(new["slots"], dtype=torch.bool) if keep is None else keep
-        present = keep if self.present is None else torch.cat([self.present, keep], dim=1)
-        return KVLayout(join_entries(self.entries, new), present, None, new)
-
-
-def packed_to_the_left(entries: Entries, present: torch.Tensor) -> tuple[Entries, torch.Tensor, torch.Tensor]:
-    """Entries before what is none: the facts and `present` (B, K) in the new order, and the order (B, K) long of columns."""
-    order = (~present).to(torch.uint8).argsort(dim=1, stable=True)
-    return {name: fact.gather(1, order) for name, fact in entries.items()}, present.gather(1, order), order
-
-
-def without_padding(entries: Entries, present: torch.Tensor) -> tuple[Entries, torch.Tensor | None, int]:
-    """Columns cut off that are padding in all rows: the facts, `present` (None: all), and how many columns are left."""
-    width = int(present.sum(1).max())
-    entries = {name: fact[:, :width] for name, fact in entries.items()}
-    present = present[:, :width]
-    return entries, None if bool(present.all()) else present, width
-
-
-KV = tuple[torch.Tensor, torch.Tensor]
-"""K and V, (B, H_kv, K, head_dim) each."""
-
-
-class Storage(ABC):
-    """K and V of one layer, in one representation.
-
-    Attributes:
-        table: which entries there are.
-        keys, values: the tensors themselves where the representation has them, else None.
-    """
-
-    def __init__(self) -> None:
-        self.table = EntryTable()
-        self.keys: torch.Tensor | None = None
-        self.values: torch.Tensor | None = None
-
-    @property
-    def stored_entries(self) -> Entries:
-        """Facts of the entries, of a storage that has some."""
-        entries = self.table.entries
-        assert entries is not None, "nothing has been stored"
-        return entries
-
-    @property
-    def stored_kv(self) -> KV:
-        """`keys` and `values`, of a representation that has them."""
-        assert self.keys is not None, "nothing has been stored"
-        assert self.values is not None
-        return self.keys, self.values
-
-    @property
-    def stored_rows(self) -> KV:
-        """`padded` of a storage that has entries."""
-        both = self.padded()
-        assert both is not None, "nothing has been stored"
-        return both
-
-    @property
-    def can_append(self) -> bool:
-        """All rows have as many entries, side by side as they are attended to: a further token can just be put behind them."""
-        return False
-
-    @abstractmethod
-    def is_complete(self, n_columns: int) -> bool:
-        """Each of the `n_columns` columns seen has a plain entry."""
-
-    def plan(self, new: Entries, keep: torch.Tensor | None, in_order: bool = True) -> KVLayout:
-        """Layout after adding tokens with facts `new` (B, M), of which `keep` (B, M) bool get an entry (None: all); `in_order`: their
-        slots ascend."""
-        return self.table.plan_packed(new, keep, in_order)
-
     @abstractmethod
     def write(self, layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> KV:
         """Add new K, V (B, H_kv, M, head_dim) by `layout`; returns all K and V, padded with anything on the right."""
@@ -274,6 +207,15 @@ class Storage(ABC):
     @abstractmethod
     def padded(self) -> KV | None:
         """All K and V, rows padded on the right; None when empty."""
+
+    @property
+    def stored_rows(self) -> KV:
+        """The same of a storage that has entries."""
+        both = self.padded()
+        assert both is not None, "nothing has been stored"
+        return both
+
+    # -- rearranging -------------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def keep_only(self, present: torch.Tensor) -> None:
@@ -293,14 +235,27 @@ class Storage(ABC):
 
     def resident_bytes(self) -> int:
         """Bytes of the tensors that hold K and V."""
-        return 0 if self.keys is None else sum(part.nbytes for part in self.stored_kv)
+        return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
 
     def billed_bytes(self) -> int:
-        """Bytes the decisions ask for: entries times the size of one."""
+        """Bytes the decisions ask for: entries times the size of one. Facts of an entry (slot, width) are not counted."""
         if self.keys is None:
             return 0
         heads, head_dim = self.keys.shape[1], self.keys.shape[-1]  # in both dense representations
-        return int(self.table.lengths.sum()) * 2 * heads * head_dim * self.keys.element_size()
+        return int(self.lengths.sum()) * 2 * heads * head_dim * self.keys.element_size()
+
+
+def packed_to_the_left(entries: Entries, present: torch.Tensor) -> tuple[Entries, torch.Tensor, torch.Tensor]:
+    """Entries before what is none: the facts and `present` (B, K) in the new order, and the order (B, K) long of columns."""
+    order = (~present).to(torch.uint8).argsort(dim=1, stable=True)
+    return {name: fact.gather(1, order) for name, fact in entries.items()}, present.gather(1, order), order
+
+
+def without_padding(entries: Entries, present: torch.Tensor) -> tuple[Entries, torch.Tensor | None, int]:
+    """Columns cut off that are padding in all rows: the facts, `present` (None: all), and how many columns are left."""
+    width = int(present.sum(1).max())
+    present = present[:, :width]
+    return {name: fact[:, :width] for name, fact in entries.items()}, None if bool(present.all()) else present, width
 
 
 def own(x: torch.Tensor) -> torch.Tensor:

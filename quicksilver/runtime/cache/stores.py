@@ -12,6 +12,7 @@ from quicksilver.runtime.cache.entries import (
     KVLayout,
     QuantizeDequantize,
     Storage,
+    join_entries,
     merge_entries,
     own,
     packed_to_the_left,
@@ -30,11 +31,10 @@ class DenseRows(Storage):
 
     @property
     def can_append(self) -> bool:
-        return self.table.present is None and self.keys is not None
+        return self.present is None and self.keys is not None
 
     def is_complete(self, n_columns: int) -> bool:
-        table = self.table
-        return table.present is None and bool(table.length == n_columns) and len(table.facts) == 1
+        return self.present is None and bool(self.length == n_columns) and len(self.facts) == 1
 
     def write(self, layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> KV:
         keys, values = self.after_stored(keys, values)
@@ -44,28 +44,20 @@ class DenseRows(Storage):
         return keys, values
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, first_slot: int) -> KV:
-        self.table.add_plain(keys.shape[2], first_slot, keys.shape[0], keys.device)
+        self.add_plain(keys.shape[2], first_slot, keys.shape[0], keys.device)
         if self.keys is None:
             self.keys, self.values = both = own(keys), own(values)
         else:  # side by side: no row is padded
-            past_keys, past_values = self.stored_kv
-            self.keys, self.values = both = torch.cat((past_keys, keys), dim=2), torch.cat((past_values, values), dim=2)
+            self.keys, self.values = both = torch.cat((self.keys, keys), dim=2), torch.cat((self.values, values), dim=2)
         return both
 
     def padded(self) -> KV | None:
         """Rows are padded with zeros."""
-        if self.keys is None:
-            return None
-        present = self.table.present
-        if present is None:
-            return self.stored_kv
-        shape = (*present.shape, *self.keys.shape[1:])
-        out = []
-        for flat in self.stored_kv:
-            rows = flat.new_zeros(shape)
-            rows[present] = flat
-            out.append(rows.transpose(1, 2))
-        return out[0], out[1]
+        if self.keys is None or self.present is None:
+            return None if self.keys is None else (self.keys, self.values)
+        keys, values = (part.new_zeros(*self.present.shape, *part.shape[1:]) for part in (self.keys, self.values))
+        keys[self.present], values[self.present] = self.keys, self.values
+        return keys.transpose(1, 2), values.transpose(1, 2)
 
     def keep_only(self, present: torch.Tensor) -> None:
         self._store_packed(self.stored_entries, present, *self.stored_rows)
@@ -73,26 +65,23 @@ class DenseRows(Storage):
     def crop(self, n_columns: int, n_real: torch.Tensor) -> None:
         entries = self.stored_entries
         present = entries["slots"] < n_real
-        if self.table.present is not None:
-            present &= self.table.present
+        if self.present is not None:
+            present &= self.present
         self._store_trimmed(entries, present, *self.stored_rows)
 
     def merge(self, into: torch.Tensor, quantize_dequantize: QuantizeDequantize | None) -> None:
-        keys, values = self.stored_rows
-        self._store_packed(*merge_entries(self.stored_entries, self.table.is_entry, keys, values, into, quantize_dequantize))
+        self._store_packed(*merge_entries(self.stored_entries, self.is_entry, self.stored_rows, into, quantize_dequantize))
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        if self.table.entries is None:
-            return
-        entries = {name: fact[rows] for name, fact in self.table.entries.items()}
+        entries = {name: fact[rows] for name, fact in self.stored_entries.items()}
         keys, values = (part[rows] for part in self.stored_rows)
-        if self.table.present is None:
+        if self.present is None:
             self._store(entries, None, keys, values)
         else:
-            self._store_trimmed(entries, self.table.present[rows], keys, values)
+            self._store_trimmed(entries, self.present[rows], keys, values)
 
     def _store(self, entries: Entries, present: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.table.put(entries, present)
+        self.put(entries, present)
         if present is None:
             self.keys, self.values = own(keys), own(values)
         else:
@@ -114,38 +103,37 @@ class DenseColumns(Storage):
     """
 
     def is_complete(self, n_columns: int) -> bool:
-        return bool(self.table.is_entry.all()) and len(self.table.facts) == 1
+        return bool(self.is_entry.all()) and len(self.facts) == 1
 
     def plan(self, new: Entries, keep: torch.Tensor | None, in_order: bool = True) -> KVLayout:
-        return self.table.plan_in_place(new, keep)
+        keep = torch.ones_like(new["slots"], dtype=torch.bool) if keep is None else keep
+        present = keep if self.present is None else torch.cat([self.present, keep], dim=1)
+        return KVLayout(join_entries(self.entries, new), present, None, new)
 
     def write(self, layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> KV:
         self.keys, self.values = self.after_stored(keys, values)
-        self.table.put(layout.entries, layout.valid)
-        return self.stored_kv
+        self.put(layout.entries, layout.valid)
+        return self.keys, self.values
 
     def padded(self) -> KV | None:
-        return None if self.keys is None else self.stored_kv
+        return None if self.keys is None else (self.keys, self.values)
 
     def keep_only(self, present: torch.Tensor) -> None:
-        self.table.put(self.table.entries, present)
+        self.put(self.entries, present)
 
     def crop(self, n_columns: int, n_real: torch.Tensor) -> None:
-        self.keys, self.values = (own(part[:, :, :n_columns]) for part in self.stored_kv)
+        self.keys, self.values = (own(part[:, :, :n_columns]) for part in (self.keys, self.values))
         entries = {name: fact[:, :n_columns] for name, fact in self.stored_entries.items()}
-        self.table.put(entries, self.table.is_entry[:, :n_columns])
+        self.put(entries, self.is_entry[:, :n_columns])
 
     def merge(self, into: torch.Tensor, quantize_dequantize: QuantizeDequantize | None) -> None:
-        keys, values = self.stored_kv
-        merged = merge_entries(self.stored_entries, self.table.is_entry, keys, values, into, quantize_dequantize)
+        merged = merge_entries(self.stored_entries, self.is_entry, self.stored_rows, into, quantize_dequantize)
         entries, present, self.keys, self.values = merged
-        self.table.put(entries, present)
+        self.put(entries, present)
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        if self.table.entries is not None:
-            self.keys, self.values = (part[rows] for part in self.stored_kv)
-            entries = {name: fact[rows] for name, fact in self.stored_entries.items()}
-            self.table.put(entries, self.table.is_entry[rows])
+        self.keys, self.values = self.keys[rows], self.values[rows]
+        self.put({name: fact[rows] for name, fact in self.stored_entries.items()}, self.is_entry[rows])
 
 
 Pool = tuple[torch.Tensor, ...]
@@ -169,10 +157,10 @@ class PackedCodes(Storage):
     def of(cls, dense: Storage, group_size: int, like: torch.Tensor) -> PackedCodes:
         """What `dense` holds, as a pool of 16 bits; like: (B, H_kv, M, head_dim) of what will come in."""
         made = cls(group_size, like.shape[1], like.shape[3], like.dtype)
-        made.table = dense.table
+        made.put(dense.entries, dense.present)
         if dense.keys is not None:
-            by_row = dense.table.present is None
-            flat = [part.transpose(1, 2).flatten(0, 1) if by_row else part for part in dense.stored_kv]
+            kv = (dense.keys, dense.values)
+            flat = [part.transpose(1, 2).flatten(0, 1) for part in kv] if dense.present is None else kv
             made.pools = {UNTOUCHED: (torch.stack(flat, dim=1),)}
         return made
 
@@ -188,9 +176,9 @@ class PackedCodes(Storage):
         new = ByWidth.of(bits)
         if layout.order is None and (batch == 1 or len(self.pools.keys() | new.rows.keys()) == 1):
             self._append(states, new)  # decoding ends here
-            self.table.put(layout.entries, layout.valid)
+            self.put(layout.entries, layout.valid)
         else:
-            past = self.table.entries is not None
+            past = self.entries is not None
             at = self._places() if past else torch.zeros(batch, 0, dtype=torch.long, device=keys.device)
             pools, new_at = self._extended(bits, states)
             at = torch.cat([at, new_at], dim=1)
@@ -200,13 +188,13 @@ class PackedCodes(Storage):
     def padded(self) -> KV | None:
         bits = self.stored_entries["bits"]
         shape = (*bits.shape, 2, self.n_heads, self.head_dim)
-        if self.table.present is None and len(self.pools) == 1:
+        if self.present is None and len(self.pools) == 1:
             ((width, pool),) = self.pools.items()
             states = self._decode(pool, width).view(shape)
         else:
             states = torch.zeros(shape, dtype=self.dtype, device=bits.device)
             for width, pool in self.pools.items():
-                states[self.table.is_entry & (bits == width)] = self._decode(pool, width)
+                states[self.is_entry & (bits == width)] = self._decode(pool, width)
         return states[:, :, 0].transpose(1, 2), states[:, :, 1].transpose(1, 2)
 
     def keep_only(self, present: torch.Tensor) -> None:
@@ -214,15 +202,14 @@ class PackedCodes(Storage):
         self._keep_places_trimmed(entries, present, self._places().gather(1, order), self.pools)
 
     def crop(self, n_columns: int, n_real: torch.Tensor) -> None:
-        left = self.table.is_entry & (self.stored_entries["slots"] < n_real)
+        left = self.is_entry & (self.stored_entries["slots"] < n_real)
         self._keep_places_trimmed(self.stored_entries, left, self._places(), self.pools)
 
     def merge(self, into: torch.Tensor, quantize_dequantize: QuantizeDequantize | None) -> None:
         """A merged entry is coded anew at its width, whatever `quantize_dequantize`."""
         before = self.stored_entries
-        size = before.get("size", torch.ones_like(self.table.is_entry, dtype=torch.float32))
-        keys, values = self.stored_rows
-        entries, present, keys, values = merge_entries(before, self.table.is_entry, keys, values, into)
+        size = before.get("size", torch.ones_like(self.is_entry, dtype=torch.float32))
+        entries, present, keys, values = merge_entries(before, self.is_entry, self.stored_rows, into)
         targets = present & (entries["size"] != size)
         states = torch.stack([keys.transpose(1, 2), values.transpose(1, 2)], dim=2)[targets][None]
         pools, new_at = self._extended(entries["bits"][targets][None], states)
@@ -232,13 +219,13 @@ class PackedCodes(Storage):
 
     def select_rows(self, rows: torch.Tensor) -> None:
         entries = {name: fact[rows] for name, fact in self.stored_entries.items()}
-        self._keep_places_trimmed(entries, self.table.is_entry[rows], self._places()[rows], self.pools)
+        self._keep_places_trimmed(entries, self.is_entry[rows], self._places()[rows], self.pools)
 
     def resident_bytes(self) -> int:
         return sum(part.nbytes for pool in self.pools.values() for part in pool)
 
     def billed_bytes(self) -> int:
-        bits = self.stored_entries["bits"][self.table.is_entry]
+        bits = self.stored_entries["bits"][self.is_entry]
         groups = math.ceil(self.head_dim / min(self.group_size, self.head_dim))
         total = 0
         for width in WIDTHS:
@@ -272,7 +259,7 @@ class PackedCodes(Storage):
         at = torch.zeros_like(self.stored_entries["slots"])
         bits = self.stored_entries.get("bits", torch.full_like(at, UNTOUCHED, dtype=torch.uint8))
         for width in self.pools:
-            here = self.table.is_entry & (bits == width)
+            here = self.is_entry & (bits == width)
             at = torch.where(here, here.flatten().cumsum(0).view_as(at) - 1, at)
         return at
 
@@ -301,10 +288,10 @@ class PackedCodes(Storage):
 
     def _keep_places(self, entries: Entries, present: torch.Tensor | None, at: torch.Tensor, pools: dict[int, Pool]) -> None:
         """Keep the entries at the places `at` (B, K) of `pools`, in that order, and nothing else."""
-        self.table.put(entries, present)
+        self.put(entries, present)
         self.pools = {}
         for width, pool in pools.items():
-            places = at[self.table.is_entry & (entries["bits"] == width)]
+            places = at[self.is_entry & (entries["bits"] == width)]
             if places.numel():
                 self.pools[width] = tuple(part[places] for part in pool)
 

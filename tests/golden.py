@@ -130,12 +130,7 @@ class _InFloat64(TorchFunctionMode):
 @contextmanager
 def exact_arithmetic() -> Iterator[None]:
     """float64 for every float, and products of codes or of bfloat16 weights that are not rounded."""
-
-    class Exact(kernels._IntMM):
-        bound = None  # nothing to prove
-
-        def lacks(self, weight: torch.Tensor, rows: int) -> str | None:
-            return None
+    exact = dataclasses.replace(KERNELS["int_mm"], bound=None, lacks=lambda weight, rows: None)  # nothing to prove
 
     def product(rows: torch.Tensor, transposed: torch.Tensor) -> torch.Tensor:
         return rows.double() @ transposed.double()
@@ -155,8 +150,8 @@ def exact_arithmetic() -> Iterator[None]:
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float64)
         stack.enter_context(mock.patch.object(kernels, "multiply", product))
-        stack.enter_context(mock.patch.dict(kernels.KERNELS, int_mm=Exact()))
-        stack.enter_context(mock.patch.object(number_formats, "DYNAMIC_INT8", (Exact(),)))
+        stack.enter_context(mock.patch.dict(kernels.KERNELS, int_mm=exact))
+        stack.enter_context(mock.patch.object(number_formats, "DYNAMIC_INT8", (exact,)))
         stack.enter_context(mock.patch.object(BFloat16, "applied", widened))
         stack.enter_context(_InFloat64())
         yield

@@ -10,6 +10,7 @@ Under compact, packed states are carried by the `Forward` to a next layer with t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from quicksilver.runtime.cache.entries import join_kv, take_kv
 from quicksilver.runtime.forward import Forward
 from quicksilver.runtime.ledger import LayerWork
 from quicksilver.runtime.phases import phase
-from quicksilver.runtime.plan import KV, Attended, HaltedKV, LayerCall, LayerPlan, LayerResult, Machine, Packing
+from quicksilver.runtime.plan import KV, Attended, HaltedKV, LayerCall, LayerPlan, LayerResult, Machine, Way
 from quicksilver.runtime.visibility import Visibility
 
 
@@ -57,8 +58,8 @@ def translation_flops(plan: LayerPlan, call: LayerCall, forward: Forward) -> int
     return sum(one.packing.width * translators[call.layer].flops_per_token for one in plan.halted if one.translator == call.layer)
 
 
-def execute_plain(plan: LayerPlan, call: LayerCall, forward: Forward, machine: Machine, visibility: Visibility) -> LayerResult:
-    work = LayerWork(forward.batch, forward.n, keys_per_query(visibility, call.layer, forward, keeps_all=True))
+def execute_plain(plan: LayerPlan, call: LayerCall, forward: Forward, machine: Machine) -> LayerResult:
+    work = LayerWork(forward.batch, forward.n, keys_per_query(machine.visibility, call.layer, forward, keeps_all=True))
     if not plan.observes_kv:
         return LayerResult(machine.run_layer(call, call.arguments, None), plan.packing, work)
     attended: Attended | None = None
@@ -91,14 +92,14 @@ def keys_per_query(visibility: Visibility, layer: int, forward: Forward, *, keep
     return seen + forward.n
 
 
-def execute_append(call: LayerCall, forward: Forward, machine: Machine) -> LayerResult:
+def execute_append(plan: LayerPlan, call: LayerCall, forward: Forward, machine: Machine) -> LayerResult:
     store = call.store
     assert store is not None
     port = SimpleNamespace(update=lambda keys, values, *_, **__: store.append(keys, values))
     output = machine.run_layer(call, call.arguments | {"attention_mask": None, machine.arch.cache_argument: port}, None)
     keys = store.length
     assert isinstance(keys, int), "rows of unequal length cannot be appended to"
-    return LayerResult(output, Packing(None, None, 1), LayerWork(forward.batch, 1, keys))
+    return LayerResult(output, plan.packing, LayerWork(forward.batch, 1, keys))
 
 
 def execute_compact(plan: LayerPlan, call: LayerCall, forward: Forward, machine: Machine) -> LayerResult:
@@ -175,3 +176,8 @@ def execute_masked(plan: LayerPlan, call: LayerCall, forward: Forward, machine: 
         call.store.advance(forward.n, forward.n_real)
     work = LayerWork(forward.batch, forward.n, layout.slots.shape[1], 0, translation_flops(plan, call, forward))
     return LayerResult(packing.put(hidden, hidden, computed), packing, work, attended)
+
+
+EXECUTE: dict[Way, Callable[[LayerPlan, LayerCall, Forward, Machine], LayerResult]] = {
+    "plain": execute_plain, "append": execute_append, "compact": execute_compact, "masked": execute_masked,
+}  # fmt: skip

@@ -236,10 +236,12 @@ class Machine:
     Attributes:
         arch: the model's adapter.
         precision: who executes widths; None: nobody.
+        visibility: who sees whom.
     """
 
     arch: Architecture
     precision: PrecisionExecutor | None
+    visibility: Visibility
 
     def quantize_dequantize(self, states: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
         """New K or V (B, H_kv, A, head_dim) as they read at widths `bits` (B, A); None: as they are."""

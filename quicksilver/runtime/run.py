@@ -28,7 +28,7 @@ from quicksilver.runtime.architecture import architecture_of
 from quicksilver.runtime.cache import CacheLayer, take_over
 from quicksilver.runtime.cache.entries import take_rows
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
-from quicksilver.runtime.executions import execute_append, execute_compact, execute_masked, execute_plain, keys_per_query
+from quicksilver.runtime.executions import EXECUTE, keys_per_query
 from quicksilver.runtime.forward import Forward
 from quicksilver.runtime.generation import user_prompts_only
 from quicksilver.runtime.ledger import BETA, Flops, LayerWork, PassWork, head_flops, pass_flops
@@ -42,11 +42,10 @@ from quicksilver.runtime.module import (
     check_modules,
     layers_asked,
     list_of_modules,
-    the_precision,
     the_span,
 )
 from quicksilver.runtime.phases import phase
-from quicksilver.runtime.plan import LayerCall, LayerPlan, LayerResult, Machine, Planner
+from quicksilver.runtime.plan import LayerCall, LayerPlan, Machine, Planner
 from quicksilver.runtime.trace import PassTrace, Trace
 from quicksilver.runtime.view import Deciding
 from quicksilver.runtime.visibility import Visibility
@@ -120,17 +119,17 @@ class Run:
         executing = [] if execution == "decide" else self.modules
         for layer in range(self.arch.n_layers):
             self.arch.spans[layer] = the_span(layer, [module for module in executing if isinstance(module, SpanPolicy)])
-        precision = the_precision(self.token_policies)
+        precision = next((one.precision for one in self.token_policies if one.precision is not None), None)
         self._copies_kv = any(module.copies_kv for module in self.token_policies)
         self._visibility = Visibility(self.arch, any(module.proportional_attention for module in self.token_policies))
-        self._machine = Machine(self.arch, precision)
+        self._machine = Machine(self.arch, precision, self._visibility)
         this = weakref.proxy(self)  # no reference cycle: the cache is freed with the run, not at the next garbage collection
         self._planner = Planner(self._visibility, execution == "masked", precision is not None, lambda: this._new_store())
         self._store_kind = self._new_store().kind
         merging = [module for module in executing if isinstance(module, MergePolicy) and module.merges_cache]
         evicting = [module for module in executing if isinstance(module, EvictionPolicy) and module.evicts_cache]
         lens = lambda hidden, normed=False: this._lens(hidden, normed)
-        self._deciding = Deciding(self._machine, self._visibility, lens, merging, evicting)
+        self._deciding = Deciding(self._machine, lens, merging, evicting)
         self._handles: list[Any] = []
         self._previous: list[Any] = []
         self._transformed = ExitStack()
@@ -413,7 +412,7 @@ class Run:
         plan = self._planner.plan(call, current, observes_kv=watched or sums_attention or self._copies_kv)
         plan = self._carrying(plan, call, current, asked=bool(policies) or sums_attention)
         with self._watching(layer) if watched else _NOT_WATCHED as attention_outputs:
-            result = self._execute(plan, call, current)
+            result = EXECUTE[plan.way](plan, call, current, self._machine)
         current.work.layers.append(result.work)
         if self._copies_kv and result.attended is not None:
             current.remember(result.packing, result.attended)
@@ -447,17 +446,6 @@ class Run:
             return True
         here, after = self.arch.layers[layer], self.arch.layers[layer + 1]
         return bool(here._forward_hooks or after._forward_pre_hooks) or hasattr(here, "_hf_hook") or hasattr(after, "_hf_hook")
-
-    def _execute(self, plan: LayerPlan, call: LayerCall, current: Forward) -> LayerResult:
-        match plan.way:
-            case "plain":
-                return execute_plain(plan, call, current, self._machine, self._visibility)
-            case "append":
-                return execute_append(call, current, self._machine)
-            case "compact":
-                return execute_compact(plan, call, current, self._machine)
-            case _:
-                return execute_masked(plan, call, current, self._machine)
 
     def _policies(self, layer: int, current: Forward) -> list[TokenPolicy]:
         """Who is asked after this layer."""

@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 
-from quicksilver.runtime.cache.entries import join_kv, take_kv
-from quicksilver.runtime.forward import Forward
+from quicksilver.runtime.cache.stores import join_kv, take_kv
 from quicksilver.runtime.ledger import LayerWork
 from quicksilver.runtime.phases import phase
-from quicksilver.runtime.plan import KV, Attended, HaltedKV, LayerCall, LayerPlan, LayerResult, Machine, Way
+from quicksilver.runtime.plan import KV, Attended, Forward, HaltedKV, LayerCall, LayerPlan, LayerResult, Machine, Way
 from quicksilver.runtime.visibility import Visibility
 
 

@@ -26,10 +26,9 @@ from transformers.cache_utils import Cache
 
 from quicksilver.runtime.architecture import architecture_of
 from quicksilver.runtime.cache import CacheLayer, take_over
-from quicksilver.runtime.cache.entries import take_rows
+from quicksilver.runtime.cache.stores import take_rows
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.executions import EXECUTE, keys_per_query
-from quicksilver.runtime.forward import Forward
 from quicksilver.runtime.generation import user_prompts_only
 from quicksilver.runtime.ledger import BETA, Flops, LayerWork, PassWork, head_flops, pass_flops
 from quicksilver.runtime.module import (
@@ -45,7 +44,7 @@ from quicksilver.runtime.module import (
     the_span,
 )
 from quicksilver.runtime.phases import phase
-from quicksilver.runtime.plan import LayerCall, LayerPlan, Machine, Planner
+from quicksilver.runtime.plan import Forward, LayerCall, LayerPlan, Machine, Planner
 from quicksilver.runtime.trace import PassTrace, Trace
 from quicksilver.runtime.view import Deciding
 from quicksilver.runtime.visibility import Visibility

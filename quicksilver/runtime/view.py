@@ -13,11 +13,10 @@ from transformers.cache_utils import Cache
 
 from quicksilver.runtime.cache import CacheLayer
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.forward import Forward
 from quicksilver.runtime.module import EvictionPolicy, MergePolicy, RuntimeModule, TokenPolicy
 from quicksilver.runtime.pass_state import CacheMerge, Eviction, TokenState
 from quicksilver.runtime.phases import phase
-from quicksilver.runtime.plan import Attended, LayerCall, LayerResult, Machine, Packing, or_all
+from quicksilver.runtime.plan import Attended, Forward, LayerCall, LayerResult, Machine, Packing, or_all
 
 T = TypeVar("T")
 
@@ -90,11 +89,9 @@ class LayerView:
         return self._of_logits(mask, margin)
 
     def _of_logits(
-        self,
-        mask: torch.Tensor,
-        reduce: Callable[[torch.Tensor], torch.Tensor],
+        self, mask: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor],
         head_input: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         selected = self.after[mask]
         if selected.shape[0] == 0:
             return selected.new_zeros(0, dtype=torch.float32)
@@ -191,15 +188,9 @@ class Deciding:
 
     @phase("decide")
     def about_tokens(
-        self,
-        policies: Sequence[TokenPolicy],
-        call: LayerCall,
-        forward: Forward,
-        result: LayerResult,
-        *,
-        watched: bool,
+        self, policies: Sequence[TokenPolicy], call: LayerCall, forward: Forward, result: LayerResult, *, watched: bool,
         attention_output: torch.Tensor | None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """Ask `policies` about a layer that ran; returns its output (B, N, D), with merged and quantised states put in.
 
         Args:
@@ -248,14 +239,9 @@ class Deciding:
         self._count(forward, max(0, counter.get_total_flops() - (forward.work.signal_flops_of_rank - counted)))
 
     def _view(
-        self,
-        call: LayerCall,
-        forward: Forward,
-        result: LayerResult,
-        after: torch.Tensor,
-        watched: bool,
+        self, call: LayerCall, forward: Forward, result: LayerResult, after: torch.Tensor, watched: bool,
         attention_output: torch.Tensor | None,
-    ) -> LayerView:
+    ) -> LayerView:  # fmt: skip
         packing, slots = result.packing, forward.decisions.slots
         own_slots = packing.take(slots) if result.slots is None else result.slots
         arch, work = self.machine.arch, forward.work

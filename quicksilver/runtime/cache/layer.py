@@ -13,8 +13,16 @@ from typing import Literal
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from quicksilver.runtime.cache.entries import KV, Entries, KVLayout, QuantizeDequantize, Storage
-from quicksilver.runtime.cache.stores import DenseColumns, DenseRows, PackedCodes
+from quicksilver.runtime.cache.stores import (
+    KV,
+    DenseColumns,
+    DenseRows,
+    Entries,
+    KVLayout,
+    PackedCodes,
+    QuantizeDequantize,
+    Storage,
+)
 from quicksilver.runtime.errors import UnsupportedModelError
 from quicksilver.runtime.phases import phase
 

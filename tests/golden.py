@@ -10,6 +10,7 @@ sums within 1e-9. `run(exact=False)` takes the formats and kernels of this proce
 
 import copy
 import dataclasses
+import gc
 import hashlib
 import json
 import sys
@@ -123,8 +124,10 @@ class _InFloat64(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
+        if not kwargs and len(args) == 1:  # most calls read a shape or a device
+            return func(*args)
         given = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
-        return func(*(torch.float64 if value is torch.float32 else value for value in args), **given)
+        return func(*[torch.float64 if value is torch.float32 else value for value in args], **given)
 
 
 @contextmanager
@@ -205,6 +208,7 @@ def run(exact: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
             protocol = case["protocol"]
             if protocol not in benches:
                 benches[protocol] = _Bench(protocol, exact)
+                gc.freeze()  # a peak of memory is preceded by a collection, which need not look at models and libraries each time
             bench = benches[protocol]
             entries = case["modules"] if exact else _as_offered(case["modules"], bench)
             try:

@@ -302,9 +302,8 @@ def differences(expected: Any, found: Any, where: str = "") -> list[str]:
 
 def _places(content: Any, where: str = "") -> set[str]:
     """Where something stands in nested objects."""
-    if not isinstance(content, Mapping):
-        return {where}
-    return {place for key, one in content.items() for place in _places(one, f"{where}.{key}")}
+    entries = content.items() if isinstance(content, Mapping) else ()
+    return {where}.union(*(_places(one, f"{where}.{key}") for key, one in entries))
 
 
 def load() -> dict[str, Any]:

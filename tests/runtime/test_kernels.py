@@ -173,8 +173,9 @@ def exact(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def saturating(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """As oneDNN has it without VNNI: inputs moved up to be unsigned, products added two by two in 16 bits."""
-    pairs = ((a.short() + 128)[:, :, None] * b.int()).unflatten(1, (-1, 2)).sum(2).clamp(-(2**15), 2**15 - 1)
-    return (pairs.sum(1) - 128 * b.int().sum(0)).int()
+    even, odd = b[::2].int(), b[1::2].int()
+    pairs = ((row[::2, None] * even).add_(row[1::2, None] * odd).clamp_(-(2**15), 2**15 - 1) for row in a.int() + 128)
+    return (torch.stack([one.sum(0) for one in pairs]) - 128 * b.int().sum(0)).int()
 
 
 def missing(*_: torch.Tensor) -> torch.Tensor:

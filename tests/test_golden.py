@@ -24,7 +24,10 @@ def written():
 def test_numbers_are_those_of_the_numerics_version_and_every_module_does_something(written):
     found = dict(golden.run())  # in one test, because two workers would each run it
     _every_module_does_something(found)
-    _the_four_mechanisms_stand_in_it_together(found)
+    for protocol in golden.MODELS:  # the four mechanisms stand in it together
+        case = found[f"{'+'.join(golden.TOGETHER)} {protocol}"]
+        assert len(case["modules"]) == 4
+        assert {"null", "audit", "batch_flops", "kv_bytes_by_layer", "inside"} <= set(case["numbers"])
     golden.compare(written, found)
 
 
@@ -46,13 +49,6 @@ def _every_module_does_something(found):
             dense = found[f"dense {protocol}"]["numbers"]["windows"]["nll_nats"]
             assert (case["numbers"]["windows"]["nll_nats"] == dense) == (name in golden.IDLE), (name, protocol)
         assert taken
-
-
-def _the_four_mechanisms_stand_in_it_together(found):
-    for protocol in golden.MODELS:
-        numbers = found[f"{'+'.join(golden.TOGETHER)} {protocol}"]["numbers"]
-        assert len(found[f"{'+'.join(golden.TOGETHER)} {protocol}"]["modules"]) == 4
-        assert {"null", "audit", "batch_flops", "kv_bytes_by_layer", "inside"} <= set(numbers)
 
 
 def test_modules_are_read_as_hydra_composes_them():

@@ -306,8 +306,10 @@ class Forward:
         self.padded = mask is not None
         self.past_valid = None if mask is None else mask[:, : self.seen]
         valid, slots = self._columns(mask, source.device)
-        self.decisions = self._new_state(valid, slots, n_layers)
-        self.executed = self._new_state(valid, slots, n_layers) if decides_only else self.decisions
+        self.decisions = self.executed = PassState(valid, slots, n_layers)
+        if decides_only:
+            self.executed = PassState(valid, slots, n_layers)
+        self.decisions.tokens_per_row = self.executed.tokens_per_row = None if self.padded else self.n
         self.decisions.remembers_kv = remembers_kv
         self.pass_ids = ids.masked_fill(~valid, -1) if self.padded and ids is not None else ids
         self.is_prompt = self.seen == 0 and self.n > 1
@@ -325,12 +327,12 @@ class Forward:
         """(B, seen + N) bool, or None where nothing is padding."""
         if mask is None:
             return None
-        if not (isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] == self.seen + self.n):
-            shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
-            prepared = not isinstance(mask, torch.Tensor) or mask.ndim == 4
+        is_tensor = isinstance(mask, torch.Tensor)
+        if not (is_tensor and mask.ndim == 2 and mask.shape[1] == self.end):
+            shape, prepared = (tuple(mask.shape), mask.ndim == 4) if is_tensor else (f"a {type(mask).__name__}", True)
             hint = " A static cache prepares such masks: use a DynamicCache (leave out cache_implementation)." if prepared else ""
             raise ConfigError(
-                f"attention_mask must be a (B, {self.seen + self.n}) padding mask over cached and new tokens; got {shape}.{hint}"
+                f"attention_mask must be a (B, {self.end}) padding mask over cached and new tokens; got {shape}.{hint}"
             )
         mask = mask.to(device).bool()
         return None if bool(mask.all()) else mask
@@ -346,11 +348,6 @@ class Forward:
         self.past_real = mask[:, : self.seen].sum(1)
         self.n_real = valid.sum(1, keepdim=True)
         return valid, self.past_real[:, None] + valid.long().cumsum(1) - 1
-
-    def _new_state(self, valid: torch.Tensor, slots: torch.Tensor, n_layers: int) -> PassState:
-        state = PassState(valid, slots, n_layers)
-        state.tokens_per_row = None if self.padded else self.n
-        return state
 
     @property
     def end(self) -> int:
@@ -386,7 +383,7 @@ class Forward:
         """The columns that take part in `layer`."""
         state = self.executed
         if self._packing is None or layer in state.resume_layers:
-            self._packing = Packing.of(state.active(layer), state.n_active(layer))
+            self._packing = Packing.of(state.active(layer), state.n_left(layer))
             self._kept = None
         return self._packing
 
@@ -412,13 +409,6 @@ class Forward:
             packing = self._prediction_packing[source_layer] = Packing(packing.order, real, packing.width)
         return packing
 
-    def with_carried(self, hidden: torch.Tensor) -> torch.Tensor:
-        """States (B, N, D) as they enter a layer, with those put in that the layer before carried over."""
-        if self.carried is None:
-            return hidden
-        (packing, packed), self.carried = self.carried, None
-        return packing.put_all(hidden, packed)
-
     # -- K and V kept for later layers -------------------------------------------------------------------------------------------
 
     def predict(self, translator: KVTranslator, hidden: torch.Tensor) -> None:
@@ -432,15 +422,15 @@ class Forward:
             self.newest_kv = (keys, values)
             return
         if self.newest_kv is None:
-            shape = (keys.shape[0], keys.shape[1], self.n, keys.shape[3])
+            shape = (*keys.shape[:2], self.n, keys.shape[3])
             self.newest_kv = (keys.new_zeros(shape), values.new_zeros(shape))
-        index = packing.order[:, None, :, None]
-        real = None if packing.real is None else packing.real[:, None, :, None]
-        updated = []
-        for old, new in zip(self.newest_kv, (keys, values), strict=True):
-            where = index.expand(-1, old.shape[1], -1, old.shape[3])
-            updated.append(old.scatter(2, where, new if real is None else torch.where(real, new, old.gather(2, where))))
-        self.newest_kv = (updated[0], updated[1])
+        where = packing.order[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
+        if packing.real is not None:
+            real = packing.real[:, None, :, None]
+            keys, values = (
+                torch.where(real, new, old.gather(2, where)) for old, new in zip(self.newest_kv, (keys, values), strict=True)
+            )
+        self.newest_kv = (self.newest_kv[0].scatter(2, where, keys), self.newest_kv[1].scatter(2, where, values))
 
 
 # -- from the state of a pass and a layer's cache to the layer's plan -------------------------------------------------------------

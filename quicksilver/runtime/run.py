@@ -111,9 +111,8 @@ class Run:
         self.decision_layers = layers_asked(self.arch, decision_layers)
         check_modules(self.arch, modules, self.decision_layers)
         self.transforms = [module for module in modules if isinstance(module, Transform)]
-        self.modules = sorted(
-            (module for module in modules if not isinstance(module, Transform)), key=lambda module: module.priority
-        )
+        deciding = (module for module in modules if not isinstance(module, Transform))
+        self.modules = sorted(deciding, key=lambda module: module.priority)
         self.token_policies = [module for module in self.modules if isinstance(module, TokenPolicy)]
         executing = [] if execution == "decide" else self.modules
         for layer in range(self.arch.n_layers):
@@ -434,7 +433,8 @@ class Run:
         """
         compact_one = plan.way == "compact" and not asked
         if current.carried is not None and not (compact_one and plan.packing is current.carried[0]):
-            call.arguments["hidden_states"] = current.with_carried(call.hidden)
+            (packing, packed), current.carried = current.carried, None
+            call.arguments["hidden_states"] = packing.put_all(call.hidden, packed)
         carries = compact_one and plan.packing.order is not None and plan.packing.width > 0 and not self._is_looked_at(call.layer)
         return replace(plan, carries=True) if carries else plan
 

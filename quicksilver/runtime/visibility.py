@@ -168,9 +168,9 @@ class Visibility:
         weights = scores.masked_fill(~visible[:, None, None], torch.finfo(torch.float32).min).softmax(-1)
         weights = weights * (visible & is_query[..., None])[:, None, None]
         if reduce == "max":
-            received = arch.ranks.max(weights.amax(dim=(1, 2, 3)))
+            received = arch.ranks.reduced(weights.amax(dim=(1, 2, 3)), "MAX")
         else:
-            received = arch.ranks.sum(weights.sum(dim=(1, 2, 3))) / arch.n_heads
+            received = arch.ranks.reduced(weights.sum(dim=(1, 2, 3)), "SUM") / arch.n_heads
             if reduce == "mean":
                 received = received / is_query.sum(1, keepdim=True).clamp(min=1)
         by_slot = received.new_zeros(batch, n_slots)

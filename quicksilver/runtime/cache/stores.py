@@ -129,13 +129,6 @@ class Storage(ABC):
         """Replace all that is known of entries."""
         self._entries, self.present, self._n_plain = entries, present, 0
 
-    def add_plain(self, n: int, first_slot: int, rows: int, device: torch.device) -> None:
-        """Count `n` plain entries a row, from `first_slot` on, behind those there are."""
-        if not self._n_plain:
-            self._first_plain = first_slot
-        self._n_plain += n
-        self._rows, self._device = rows, device
-
     @property
     def lengths(self) -> torch.Tensor:
         """(B,) long: entries of each row."""
@@ -323,7 +316,10 @@ class DenseRows(Storage):
         return keys, values
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, first_slot: int) -> KV:
-        self.add_plain(keys.shape[2], first_slot, keys.shape[0], keys.device)
+        if not self._n_plain:
+            self._first_plain = first_slot
+        self._n_plain += keys.shape[2]  # they are written down when somebody asks
+        self._rows, self._device = keys.shape[0], keys.device
         if self.keys is None:
             self.keys, self.values = both = own(keys), own(values)
         else:  # side by side: no row is padded
@@ -454,13 +450,12 @@ class PackedCodes(Storage):
         states = torch.stack([keys.transpose(1, 2), values.transpose(1, 2)], dim=2)  # (B, M, 2, H_kv, head_dim)
         new = ByWidth.of(bits)
         if layout.order is None and (batch == 1 or len(self.pools.keys() | new.rows.keys()) == 1):
-            self._append(states, new)  # decoding ends here
+            self.pools = self._extended(new, states, batch)  # decoding ends here: nothing has to move
             self.put(layout.entries, layout.valid)
         else:
             past = self.entries is not None
             at = self._places() if past else torch.zeros(batch, 0, dtype=torch.long, device=keys.device)
-            pools, new_at = self._extended(bits, states)
-            at = torch.cat([at, new_at], dim=1)
+            at, pools = torch.cat([at, self._new_places(new, bits)], dim=1), self._extended(new, states)
             self._keep_places(layout.entries, layout.valid, at if layout.order is None else at.gather(1, layout.order), pools)
         return self.stored_rows
 
@@ -491,8 +486,11 @@ class PackedCodes(Storage):
         entries, present, keys, values = merge_entries(before, self.is_entry, self.stored_rows, into)
         targets = present & (entries["size"] != size)
         states = torch.stack([keys.transpose(1, 2), values.transpose(1, 2)], dim=2)[targets][None]
-        pools, new_at = self._extended(entries["bits"][targets][None], states)
-        at = self._places().masked_scatter(targets, new_at)
+        bits = entries["bits"][targets][None]
+        at, pools = (
+            self._places().masked_scatter(targets, self._new_places(ByWidth.of(bits), bits)),
+            self._extended(ByWidth.of(bits), states),
+        )
         entries, present, order = packed_to_the_left(entries, present)
         self._keep_places_trimmed(entries, present, at.gather(1, order), pools)
 
@@ -542,28 +540,24 @@ class PackedCodes(Storage):
             at = torch.where(here, here.flatten().cumsum(0).view_as(at) - 1, at)
         return at
 
-    def _append(self, states: torch.Tensor, new: ByWidth) -> None:
-        """Entries after those there are, where nothing has to move: one row, or rows of one width. states: (B, M, 2, ...)."""
-        batch, flat, extended = states.shape[0], states.flatten(0, 1), dict(self.pools)
+    def _new_places(self, new: ByWidth, bits: torch.Tensor) -> torch.Tensor:
+        """Those of entries of widths `bits` (B, M) that are added at the ends of the pools: (B, M) long."""
+        at = torch.zeros(bits.numel(), dtype=torch.long, device=bits.device)
+        for width, rows in new.rows.items():
+            before = self.pools[width][0].shape[0] if width in self.pools else 0
+            n = at.shape[0] if rows is None else rows.shape[0]
+            at[slice(None) if rows is None else rows] = torch.arange(before, before + n, device=at.device)
+        return at.view_as(bits)
+
+    def _extended(self, new: ByWidth, states: torch.Tensor, batch: int = 1) -> dict[int, Pool]:
+        """The pools with states (B, M, 2, H_kv, head_dim) added at their end, or at the end of each of `batch` rows of one width."""
+        extended, flat = dict(self.pools), states.flatten(0, 1)
         for width, rows in new.rows.items():
             parts = self._encode(rows_of(flat, rows), width)
             if width in extended:
                 parts = tuple(_joined_rows(old, part, batch) for old, part in zip(extended[width], parts, strict=True))
             extended[width] = parts
-        self.pools = extended
-
-    def _extended(self, bits: torch.Tensor, states: torch.Tensor) -> tuple[dict[int, Pool], torch.Tensor]:
-        """The pools with entries added at their end, and the places of those; bits (B, M), states (B, M, 2, H_kv, head_dim)."""
-        extended, flat = dict(self.pools), states.flatten(0, 1)
-        at = torch.zeros(flat.shape[0], dtype=torch.long, device=bits.device)
-        for width, rows in ByWidth.of(bits).rows.items():
-            parts = self._encode(rows_of(flat, rows), width)
-            before = extended[width][0].shape[0] if width in extended else 0
-            at[slice(None) if rows is None else rows] = torch.arange(before, before + parts[0].shape[0], device=at.device)
-            if width in extended:
-                parts = tuple(torch.cat(pair) for pair in zip(extended[width], parts, strict=True))
-            extended[width] = parts
-        return extended, at.view_as(bits)
+        return extended
 
     def _keep_places(self, entries: Entries, present: torch.Tensor | None, at: torch.Tensor, pools: dict[int, Pool]) -> None:
         """Keep the entries at the places `at` (B, K) of `pools`, in that order, and nothing else."""

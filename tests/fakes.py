@@ -72,29 +72,16 @@ def described(name: str, protocol: str = "all", dense_name: str | None = None) -
     """The entries of record.json that are not measured; `dense_name` is that of the dense record, None: it is one."""
     prompt = TOKENS["continuation"]
     return {
-        "schema_version": SCHEMA_VERSION,
-        "fingerprint": fingerprint(name),
+        "schema_version": SCHEMA_VERSION, "fingerprint": fingerprint(name),
         "dense_fingerprint": None if dense_name is None else fingerprint(dense_name),
-        "label": f"reference-gpt2 | python-docs | {name}",
-        "modules": [] if dense_name is None else ["halting"],
-        "execution": "compact",
-        "protocol": encoded(ProtocolEntry(protocol, 512, 512 - prompt, 8)),
-        "lookahead": False,
-        "model": encoded(ModelEntry(*MODEL, WEIGHTS_DIGEST, "float32", "cpu", "sdpa")),
-        "data": encoded(DataEntry(*DATA)),
-        "calibration": None,
-        "tuned": {},
-        "thresholds": {},
-        "kernels": {},
-        "config": {"seed": 0, **{part: {"name": name} for part, name in CONFIG.items()}},
-        "identity": identity(name).to_json(),
-        "package": encoded(PackageEntry("0.1.0", 1)),
-        "environment": encoded(EnvironmentEntry(*MACHINE)),
-        "started": "2026-01-01T10:00:00.000+00:00",
-        "finished": "2026-01-01T10:00:09.000+00:00",
-        "seconds": 9.0,
-        "batch_windows": 4,
-    }
+        "label": f"reference-gpt2 | python-docs | {name}", "modules": [] if dense_name is None else ["halting"],
+        "execution": "compact", "protocol": encoded(ProtocolEntry(protocol, 512, 512 - prompt, 8)), "lookahead": False,
+        "model": encoded(ModelEntry(*MODEL, WEIGHTS_DIGEST, "float32", "cpu", "sdpa")), "data": encoded(DataEntry(*DATA)),
+        "calibration": None, "tuned": {}, "thresholds": {}, "kernels": {},
+        "config": {"seed": 0, **{part: {"name": name} for part, name in CONFIG.items()}}, "identity": identity(name).to_json(),
+        "package": encoded(PackageEntry("0.1.0", 1)), "environment": encoded(EnvironmentEntry(*MACHINE)),
+        "started": "2026-01-01T10:00:00.000+00:00", "finished": "2026-01-01T10:00:09.000+00:00", "seconds": 9.0, "batch_windows": 4,
+    }  # fmt: skip
 
 
 def quality(windows: pd.DataFrame, protocol: str = "all", share: float = 1.0) -> QualityResult:

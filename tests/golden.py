@@ -10,6 +10,7 @@ sums within 1e-9. `run(exact=False)` takes the formats and kernels of this proce
 
 import copy
 import dataclasses
+import gc
 import hashlib
 import json
 import sys
@@ -123,19 +124,16 @@ class _InFloat64(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
+        if not kwargs and len(args) == 1:  # most calls read a shape or a device
+            return func(*args)
         given = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
-        return func(*(torch.float64 if value is torch.float32 else value for value in args), **given)
+        return func(*[torch.float64 if value is torch.float32 else value for value in args], **given)
 
 
 @contextmanager
 def exact_arithmetic() -> Iterator[None]:
     """float64 for every float, and products of codes or of bfloat16 weights that are not rounded."""
-
-    class Exact(kernels._IntMM):
-        bound = None  # nothing to prove
-
-        def lacks(self, weight: torch.Tensor, rows: int) -> str | None:
-            return None
+    exact = dataclasses.replace(KERNELS["int_mm"], bound=None, lacks=lambda weight, rows: None)  # nothing to prove
 
     def product(rows: torch.Tensor, transposed: torch.Tensor) -> torch.Tensor:
         return rows.double() @ transposed.double()
@@ -155,8 +153,8 @@ def exact_arithmetic() -> Iterator[None]:
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float64)
         stack.enter_context(mock.patch.object(kernels, "multiply", product))
-        stack.enter_context(mock.patch.dict(kernels.KERNELS, int_mm=Exact()))
-        stack.enter_context(mock.patch.object(number_formats, "DYNAMIC_INT8", (Exact(),)))
+        stack.enter_context(mock.patch.dict(kernels.KERNELS, int_mm=exact))
+        stack.enter_context(mock.patch.object(number_formats, "DYNAMIC_INT8", (exact,)))
         stack.enter_context(mock.patch.object(BFloat16, "applied", widened))
         stack.enter_context(_InFloat64())
         yield
@@ -210,6 +208,7 @@ def run(exact: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
             protocol = case["protocol"]
             if protocol not in benches:
                 benches[protocol] = _Bench(protocol, exact)
+                gc.freeze()  # a peak of memory is preceded by a collection, which need not look at models and libraries each time
             bench = benches[protocol]
             entries = case["modules"] if exact else _as_offered(case["modules"], bench)
             try:
@@ -303,9 +302,8 @@ def differences(expected: Any, found: Any, where: str = "") -> list[str]:
 
 def _places(content: Any, where: str = "") -> set[str]:
     """Where something stands in nested objects."""
-    if not isinstance(content, Mapping):
-        return {where}
-    return {place for key, one in content.items() for place in _places(one, f"{where}.{key}")}
+    entries = content.items() if isinstance(content, Mapping) else ()
+    return {where}.union(*(_places(one, f"{where}.{key}") for key, one in entries))
 
 
 def load() -> dict[str, Any]:

@@ -21,16 +21,9 @@ class Pass:
     """
 
     def __init__(
-        self,
-        lengths: Sequence[int],
-        *,
-        extra: int = 0,
-        n_layers: int = LAYERS,
-        ids: torch.Tensor | None = None,
-        first_slot: int = 0,
-        is_prompt: bool = True,
-        logits: torch.Tensor | None = None,
-    ) -> None:
+        self, lengths: Sequence[int], *, extra: int = 0, n_layers: int = LAYERS, ids: torch.Tensor | None = None, first_slot: int = 0,
+        is_prompt: bool = True, logits: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         n = max(lengths) + extra
         self.shape = (len(lengths), n)
         self.lengths = torch.tensor(lengths)[:, None]
@@ -46,12 +39,8 @@ class Pass:
         return hidden if self.head is None else hidden @ self.head
 
     def look(
-        self,
-        layer: int,
-        before: torch.Tensor | None = None,
-        after: torch.Tensor | None = None,
-        attention: torch.Tensor | None = None,
-    ) -> tuple[LayerView, TokenState]:
+        self, layer: int, before: torch.Tensor | None = None, after: torch.Tensor | None = None, attention: torch.Tensor | None = None
+    ) -> tuple[LayerView, TokenState]:  # fmt: skip
         """The view after `layer`; states (B, N, D) and attention (B, N) are random unless given."""
         generator = torch.Generator().manual_seed(layer)
         before = torch.randn(*self.shape, 8, generator=generator) if before is None else before

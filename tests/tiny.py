@@ -5,7 +5,8 @@ Nothing here is a test. Models are cached: tests must leave them as they found t
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,9 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from quicksilver.modules.fitted import BoundTranslator, ModelShape, Translator
-from quicksilver.runtime import (
-    MISSING_KV,
-    Architecture,
-    LayerView,
-    QuickSilverError,
-    Run,
-    RuntimeModule,
-    TokenPolicy,
-    TokenState,
-    Trace,
-    apply,
-)
+from quicksilver.runtime import MISSING_KV, Architecture, LayerView, QuickSilverError, Run, RuntimeModule, TokenPolicy, TokenState
+from quicksilver.runtime.run import apply
+from quicksilver.runtime.trace import Trace
 
 VOCABULARY = 61
 LAYERS = 5
@@ -177,16 +169,12 @@ def batches(max_rows: int = 3, low: int = 1, high: int = 16, padded: bool | None
 
 def chunkings(n: int) -> st.SearchStrategy[list[int]]:
     """Ways to cut n columns into passes."""
-    return st.lists(st.booleans(), min_size=n - 1, max_size=n - 1).map(
-        lambda cuts: [
-            b - a
-            for a, b in zip(
-                [0, *(i + 1 for i, cut in enumerate(cuts) if cut)],
-                [*(i + 1 for i, cut in enumerate(cuts) if cut), n],
-                strict=True,
-            )
-        ]
-    )
+
+    def sizes(cuts: list[bool]) -> list[int]:
+        ends = [i + 1 for i, cut in enumerate(cuts) if cut] + [n]
+        return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+    return st.lists(st.booleans(), min_size=n - 1, max_size=n - 1).map(sizes)
 
 
 # -- policies --------------------------------------------------------------------------------------------------------------------
@@ -328,11 +316,7 @@ class Capacity(Halts):
     signal: str = "drift"
     missing_kv: str = "drop"
     resume_layers: int = 0
-    priority = 10
-
-    @property
-    def causal(self) -> bool:
-        return False
+    priority, causal = 10, False
 
     def acts_at(self, layer: int) -> bool:
         return layer in self.at
@@ -341,10 +325,8 @@ class Capacity(Halts):
         return self.signal == "attention" and layer in self.at
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
-        if self.signal == "attention":
-            score = view.attention_received(last_queries=4)
-        else:
-            score = (view.after - view.before).norm(dim=-1)
+        attention = self.signal == "attention"
+        score = view.attention_received(last_queries=4) if attention else (view.after - view.before).norm(dim=-1)
         # Equal tokens move alike, and rounding would choose among them: the slot breaks such ties.
         score = score + 1e-3 * chance(0, view.layer, view.slots, torch.zeros_like(view.slots))
         free = tokens.active & (view.slots > 0) & (view.slots < view.n_tokens - 1)
@@ -359,17 +341,12 @@ class SkipLeastAttended(TokenPolicy):
 
     below: float = 0.05
     reduce: str = "max"
-    priority = 20
-
-    @property
-    def causal(self) -> bool:
-        return False
+    priority, causal = 20, False
 
     def wants_attention(self, layer: int) -> bool:
         return layer % 2 == 0
 
-    def acts_at(self, layer: int) -> bool:
-        return layer % 2 == 0
+    acts_at = wants_attention
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
         received = view.attention_received(None, self.reduce)
@@ -423,12 +400,10 @@ def causal_policies() -> st.SearchStrategy[list[RuntimeModule]]:
     modes = st.sampled_from(MISSING_KV)
     return st.one_of(
         hashed().map(lambda m: [m]),
-        st.builds(DriftBelow, tau=st.sampled_from([0.3, 0.6, 0.9]), missing_kv=modes, resume_layers=st.integers(0, 2)).map(
-            lambda m: [m]
-        ),
-        st.builds(EntropyBelow, nats=st.sampled_from([3.4, 3.7]), missing_kv=modes).map(lambda m: [m]),
+        st.tuples(st.builds(DriftBelow, tau=st.sampled_from([0.3, 0.6, 0.9]), missing_kv=modes, resume_layers=st.integers(0, 2))).map(list),
+        st.tuples(st.builds(EntropyBelow, nats=st.sampled_from([3.4, 3.7]), missing_kv=modes)).map(list),
         st.tuples(hashed(("drop",)), st.builds(DriftBelow, missing_kv=modes)).map(list),
-    )
+    )  # fmt: skip
 
 
 def prompt_policies() -> st.SearchStrategy[list[RuntimeModule]]:
@@ -438,12 +413,7 @@ def prompt_policies() -> st.SearchStrategy[list[RuntimeModule]]:
         signal=st.sampled_from(["drift", "attention"]), resume_layers=st.integers(0, 2),
     )  # fmt: skip
     skipping = st.builds(SkipLeastAttended, reduce=st.sampled_from(["max", "mean"]))
-    return st.one_of(
-        capacity.map(lambda m: [m]),
-        skipping.map(lambda m: [m]),
-        st.tuples(capacity, skipping).map(list),
-        st.tuples(capacity, hashed()).map(list),
-    )
+    return st.one_of(*(st.tuples(*one).map(list) for one in ([capacity], [skipping], [capacity, skipping], [capacity, hashed()])))
 
 
 def policies() -> st.SearchStrategy[list[RuntimeModule]]:
@@ -506,19 +476,13 @@ def assert_close(a: Sequence[torch.Tensor] | torch.Tensor, b: Sequence[torch.Ten
         torch.testing.assert_close(left, right, atol=atol * max(1.0, largest / 10), rtol=1e-5)
 
 
-class unless_blind:
-    """Eager attention refuses a query without a key: in a sliding window that can happen to any token. Truthy when it did."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.allowed = model.config._attn_implementation == "eager"
-        self.refused = False
-
-    def __enter__(self) -> "unless_blind":
-        return self
-
-    def __exit__(self, kind: Any, error: Any, where: Any) -> bool:
-        self.refused = self.allowed and kind is QuickSilverError and "no key left" in str(error)
-        return self.refused
-
-    def __bool__(self) -> bool:
-        return self.refused
+@contextmanager
+def unless_blind(model: PreTrainedModel) -> Iterator[list[QuickSilverError]]:
+    """Eager attention refuses a query without a key: in a sliding window that can happen to any token. Not empty when it did."""
+    refused: list[QuickSilverError] = []
+    try:
+        yield refused
+    except QuickSilverError as error:
+        if model.config._attn_implementation != "eager" or "no key left" not in str(error):
+            raise
+        refused.append(error)

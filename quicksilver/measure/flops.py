@@ -86,5 +86,5 @@ class RankLedgers(Measurement):
         # (4, processes): each process has its own column, and zeros in the others.
         column = torch.zeros(4, ranks.size, dtype=torch.int64, device=bench.model.device)
         column[:, ranks.rank] = torch.tensor([run.flops_of_rank, interposed, own.billed, own.resident], device=column.device)
-        executed, counted, billed, resident = ranks.sum(column).tolist()
+        executed, counted, billed, resident = ranks.reduced(column, "SUM").tolist()
         return RanksResult(ranks.size, run.flops.executed, executed, counted, kv.billed, kv.resident, billed, resident)

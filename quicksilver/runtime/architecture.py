@@ -109,11 +109,8 @@ class Architecture(ABC):
         own.shares = size
         own.linear_params_per_layer = own.dense_linear_params_per_layer = self._own_linear_params_per_layer
         own.n_heads, own.n_kv_heads = self.n_heads // size, self.own_kv_heads
-        own.kv_params_per_layer, own.query_params_per_layer = (
-            self.kv_params_per_layer // size,
-            self.query_params_per_layer // size,
-        )
-        own.projection_params_per_layer = self.projection_params_per_layer // size
+        for name in ("kv_params_per_layer", "query_params_per_layer", "projection_params_per_layer"):
+            setattr(own, name, getattr(self, name) // size)
         own.vocab_size = local(self.output_head.weight).shape[0]
         return own
 
@@ -259,20 +256,20 @@ class LlamaArchitecture(Architecture):
         # It rotates two; of the other there is nothing. OLMo 2 keeps cos and sin in float32 and casts what it rotated.
         return apply_rotary(states, states[..., :0, :, :], *rotary)[0].to(states.dtype)
 
+    def _normed_heads(self, attention: Any, name: str, states: torch.Tensor) -> torch.Tensor:
+        """Q or K, as `name` says, before its rotation."""
+        heads = getattr(attention, f"{name}_proj")(states).unflatten(-1, (-1, self.head_dim))
+        norm = getattr(attention, f"{name}_norm", None)
+        return (heads if norm is None else norm(heads)).transpose(1, 2)
+
     def project_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
-        attention = self._layer(layer).self_attn
-        normed = self._layer(layer).input_layernorm(hidden)
-        keys = attention.k_proj(normed).unflatten(-1, (-1, self.head_dim))
-        if hasattr(attention, "k_norm"):
-            keys = attention.k_norm(keys)
-        return self._rotate(layer, keys.transpose(1, 2), rotary), self._heads(attention.v_proj(normed))
+        attention, normed = self._layer(layer).self_attn, self.input_norm(layer)(hidden)
+        keys = self._rotate(layer, self._normed_heads(attention, "k", normed), rotary)
+        return keys, self._heads(attention.v_proj(normed))
 
     def project_q(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-        attention = self._layer(layer).self_attn
-        queries = attention.q_proj(self._layer(layer).input_layernorm(hidden)).unflatten(-1, (-1, self.head_dim))
-        if hasattr(attention, "q_norm"):
-            queries = attention.q_norm(queries)
-        return self._rotate(layer, queries.transpose(1, 2), rotary)
+        heads = self._normed_heads(self._layer(layer).self_attn, "q", self.input_norm(layer)(hidden))
+        return self._rotate(layer, heads, rotary)
 
     def attention_window(self, layer: int) -> int | None:
         attention = self._layer(layer).self_attn
@@ -316,8 +313,7 @@ class GPTNeoXArchitecture(Architecture):
         return q, k, v
 
     def project_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
-        _, keys, values = self._rotated_qkv(layer, hidden, rotary)
-        return keys, values
+        return self._rotated_qkv(layer, hidden, rotary)[1:]
 
     def project_q(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
         return self._rotated_qkv(layer, hidden, rotary)[0]
@@ -345,10 +341,9 @@ def families() -> dict[str, type[Architecture]]:
 
     found: dict[str, type[Architecture]] = {}
     waiting = Architecture.__subclasses__()
-    while waiting:
-        cls = waiting.pop(0)
+    for cls in waiting:
         found |= dict.fromkeys(vars(cls).get("model_types", ()), cls)
-        waiting += cls.__subclasses__()
+        waiting += cls.__subclasses__()  # the loop goes on with them
     return found
 
 
@@ -390,14 +385,8 @@ class Olmo2Architecture(LlamaArchitecture):
     def normalised_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         return hidden.float()
 
-    def project_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
-        attention = self._layer(layer).self_attn
-        keys = self._heads(attention.k_norm(attention.k_proj(hidden)))
-        return self._rotate(layer, keys, rotary), self._heads(attention.v_proj(hidden))
-
-    def project_q(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-        attention = self._layer(layer).self_attn
-        return self._rotate(layer, self._heads(attention.q_norm(attention.q_proj(hidden))), rotary)
+    def _normed_heads(self, attention: Any, name: str, states: torch.Tensor) -> torch.Tensor:
+        return self._heads(getattr(attention, f"{name}_norm")(getattr(attention, f"{name}_proj")(states)))
 
 
 class Phi3Architecture(LlamaArchitecture):

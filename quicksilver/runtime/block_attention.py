@@ -73,13 +73,9 @@ def attention_in_blocks(architecture: Architecture, block: int) -> Iterator[None
 
 
 def _attend(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
     **options: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """query (B, H, Q, head_dim), key and value (B, H_kv, K, head_dim), mask (1 or B, 1, Q, K) -> (B, Q, H, head_dim), as sdpa gives it."""
     queries, keys = query.shape[2], key.shape[2]
     causal = attention_mask is None and getattr(module, "is_causal", True)
@@ -92,18 +88,11 @@ def _attend(
         or any(options.get(name) is not None for name in _NOT_HERE)
     ):
         return sdpa(module, query, key, value, attention_mask, **options)
-    scaling = options.get("scaling")
-    factor = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return _in_blocks(query * factor, key, value, attention_mask, causal, getattr(module, _BLOCK)), None
-
-
-def _in_blocks(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, block: int
-) -> torch.Tensor:
-    """As `_attend`, of a scaled query. Queries of the heads that share K and V are rows of one product."""
-    batch, heads, queries, head_dim = query.shape
-    own, keys = key.shape[1], key.shape[2]
-    groups = heads // own
+    scaling, block = options.get("scaling"), getattr(module, _BLOCK)
+    query = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    batch, heads, _, head_dim = query.shape
+    own = key.shape[1]
+    groups = heads // own  # queries of the heads that share K and V are rows of one product
     query = query.view(batch, own, groups, queries, head_dim)
     key, value = key.reshape(batch * own, keys, head_dim).transpose(1, 2), value.reshape(batch * own, keys, -1)
     out = query.new_empty(batch, queries, own, groups, value.shape[-1])
@@ -116,15 +105,15 @@ def _in_blocks(
         scores = torch.bmm(rows, key[:, :, :seen]).view(batch, own, groups, size, seen)
         if later is not None:
             scores[..., first:].masked_fill_(later[:size, :size], lowest)
-        elif mask is not None:
-            part = mask[:, :, None, first:end]  # (1 or B, 1, 1, size, K)
+        elif attention_mask is not None:
+            part = attention_mask[:, :, None, first:end]  # (1 or B, 1, 1, size, K)
             scores = scores.masked_fill_(~part, lowest) if part.dtype == torch.bool else scores.add_(part)
         weights = scores.softmax(-1)
         made = torch.bmm(weights.view(batch * own, groups * size, seen), value[:, :seen])
         out[:, first:end] = made.view(batch, own, groups, size, -1).permute(0, 3, 1, 2, 4)
-    if mask is not None and mask.dtype == torch.bool:
-        out *= mask.any(-1)[:, 0, :, None, None, None]  # a query that sees no key gets nothing
-    return out.view(batch, queries, heads, -1)
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        out *= attention_mask.any(-1)[:, 0, :, None, None, None]  # a query that sees no key gets nothing
+    return out.view(batch, queries, heads, -1), None
 
 
 register(_NAME, _attend)

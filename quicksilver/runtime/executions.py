@@ -1,4 +1,4 @@
-"""The four ways to execute a layer's plan; each stands a port where the layer expects its cache.
+"""The four ways to execute a layer's plan; each stands a port, an object with `update`, where the layer expects its cache.
 
 plain     the layer as the model called it: its own mask, every token
 append    one new token in each row, nothing decided about it: nothing to plan or mask
@@ -10,16 +10,16 @@ Under compact, packed states are carried by the `Forward` to a next layer with t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from quicksilver.runtime.cache import CacheLayer
-from quicksilver.runtime.cache.entries import join_kv, take_kv
-from quicksilver.runtime.forward import Forward
+from quicksilver.runtime.cache.stores import join_kv, take_kv
 from quicksilver.runtime.ledger import LayerWork
 from quicksilver.runtime.phases import phase
-from quicksilver.runtime.plan import KV, Attended, HaltedKV, LayerCall, LayerPlan, LayerResult, Machine, Packing
+from quicksilver.runtime.plan import KV, Attended, Forward, HaltedKV, LayerCall, LayerPlan, LayerResult, Machine, Way
 from quicksilver.runtime.visibility import Visibility
 
 
@@ -57,28 +57,22 @@ def translation_flops(plan: LayerPlan, call: LayerCall, forward: Forward) -> int
     return sum(one.packing.width * translators[call.layer].flops_per_token for one in plan.halted if one.translator == call.layer)
 
 
-class ObservingPort:
-    """Stands where the layer expects its cache: passes K and V on and remembers them."""
-
-    def __init__(self, store: CacheLayer | None) -> None:
-        self.store = store
-        self.attended: Attended | None = None
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        new = keys, values
-        if self.store is not None:
-            keys, values = self.store.update(keys, values)
-        self.attended = Attended(*new, keys)
-        return keys, values
-
-
-def execute_plain(plan: LayerPlan, call: LayerCall, forward: Forward, machine: Machine, visibility: Visibility) -> LayerResult:
-    work = LayerWork(forward.batch, forward.n, keys_per_query(visibility, call.layer, forward, keeps_all=True))
+def execute_plain(plan: LayerPlan, call: LayerCall, forward: Forward, machine: Machine) -> LayerResult:
+    work = LayerWork(forward.batch, forward.n, keys_per_query(machine.visibility, call.layer, forward, keeps_all=True))
     if not plan.observes_kv:
         return LayerResult(machine.run_layer(call, call.arguments, None), plan.packing, work)
-    port = ObservingPort(call.store)
-    output = machine.run_layer(call, call.arguments | {machine.arch.cache_argument: port}, None)
-    return LayerResult(output, plan.packing, work, port.attended)
+    attended: Attended | None = None
+
+    def update(keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> KV:
+        nonlocal attended
+        new = keys, values
+        if call.store is not None:
+            keys, values = call.store.update(keys, values)
+        attended = Attended(*new, keys)
+        return keys, values
+
+    output = machine.run_layer(call, call.arguments | {machine.arch.cache_argument: SimpleNamespace(update=update)}, None)
+    return LayerResult(output, plan.packing, work, attended)
 
 
 def keys_per_query(visibility: Visibility, layer: int, forward: Forward, *, keeps_all: bool) -> int | None:
@@ -97,111 +91,92 @@ def keys_per_query(visibility: Visibility, layer: int, forward: Forward, *, keep
     return seen + forward.n
 
 
-class AppendingPort:
-    """Stands where the layer expects its cache: puts K and V behind what there is."""
-
-    def __init__(self, store: CacheLayer) -> None:
-        self.store = store
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.store.append(keys, values)
-
-
-def execute_append(call: LayerCall, forward: Forward, machine: Machine) -> LayerResult:
+def execute_append(plan: LayerPlan, call: LayerCall, forward: Forward, machine: Machine) -> LayerResult:
     store = call.store
     assert store is not None
-    inputs = call.arguments | {"attention_mask": None, machine.arch.cache_argument: AppendingPort(store)}
-    output = machine.run_layer(call, inputs, None)
+    port = SimpleNamespace(update=lambda keys, values, *_, **__: store.append(keys, values))
+    output = machine.run_layer(call, call.arguments | {"attention_mask": None, machine.arch.cache_argument: port}, None)
     keys = store.length
     assert isinstance(keys, int), "rows of unequal length cannot be appended to"
-    return LayerResult(output, Packing(None, None, 1), LayerWork(forward.batch, 1, keys))
-
-
-class CompactPort:
-    """Stands where the layer expects its cache: stores what has an entry, returns what is attended to."""
-
-    def __init__(self, plan: LayerPlan, halted: list[KV], machine: Machine) -> None:
-        self.plan, self.halted, self.machine = plan, halted, machine
-        self.attended: Attended | None = None
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> KV:
-        plan, new = self.plan, (keys, values)
-        if self.halted:
-            keys, values = (join_kv(parts) for parts in zip(new, *self.halted, strict=True))
-        stored = (keys, values) if plan.target is None else plan.target.write(plan.planned, keys, values)
-        if not plan.own_keys_only or (plan.layout is not None and plan.layout.order is None):
-            keys, values = stored  # without an order, a new store holds just the queries' own, at their widths already
-        else:
-            keys, values = (self.machine.quantize_dequantize(part, plan.bits) for part in (keys, values))
-        if plan.own_keys_only:
-            self.attended = Attended(*new, keys, plan.slots, plan.packing.real)
-        else:
-            self.attended = Attended(*new, keys, plan.planned.slots, plan.planned.valid)
-        return keys, values
+    return LayerResult(output, plan.packing, LayerWork(forward.batch, 1, keys))
 
 
 def execute_compact(plan: LayerPlan, call: LayerCall, forward: Forward, machine: Machine) -> LayerResult:
     packing, store = plan.packing, call.store
     halted = [kv_of_halted(one, call, forward, machine) for one in plan.halted]
     projected = sum(one.packing.width for one in plan.halted if one.source == "project")
-    keys_seen: int | None
+    attended: Attended | None = None
+    before = after = None
+    keys_seen: int | None = 0
+
+    def update(keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> KV:
+        """Store what has an entry; what is attended to."""
+        nonlocal attended
+        new = keys, values
+        if halted:
+            keys, values = (join_kv(parts) for parts in zip(new, *halted, strict=True))
+        stored = (keys, values) if plan.target is None else plan.target.write(plan.planned, keys, values)
+        if not plan.own_keys_only or (plan.layout is not None and plan.layout.order is None):
+            keys, values = stored  # without an order, a new store holds just the queries' own, at their widths already
+        else:
+            keys, values = (machine.quantize_dequantize(part, plan.bits) for part in (keys, values))
+        of = (plan.slots, packing.real) if plan.own_keys_only else (plan.planned.slots, plan.planned.valid)
+        attended = Attended(*new, keys, *of)
+        return keys, values
+
     if packing.width == 0:
         # Nobody takes part: what is halted but not skipped may still have to be stored.
         if store is not None and plan.layout is not None:
             store.write(plan.layout, *(join_kv(parts) for parts in zip(*halted, strict=True)))
-        output, attended, keys_seen = call.hidden, None, 0
-        before = after = None
+        output = call.hidden
     else:
-        port = CompactPort(plan, halted, machine)
         before = packing.take(call.hidden) if forward.carried is None else forward.carried[1]
-        after = packing.of_chosen(before, machine.run_layer(call, machine.inputs(call, plan, before, port), plan.bits))
+        inputs = machine.inputs(call, plan, before, SimpleNamespace(update=update))
+        after = packing.of_chosen(before, machine.run_layer(call, inputs, plan.bits))
         forward.carried = (packing, after) if plan.carries else None
         output = call.hidden if plan.carries else packing.put_all(call.hidden, after)
-        attended = port.attended
-        if plan.own_keys_only:
-            keys_seen = None if machine.arch.causal else packing.width
-        else:
+        if not plan.own_keys_only:
             keys_seen = plan.planned.slots.shape[1]
+        else:
+            keys_seen = None if machine.arch.causal else packing.width
     if store is not None:
         store.advance(forward.n, forward.n_real)
     work = LayerWork(forward.batch, packing.width, keys_seen, projected, translation_flops(plan, call, forward))
     return LayerResult(output, packing, work, attended, before, after, plan.slots)
 
 
-class MaskedPort:
-    """Stands where the layer expects its cache: all columns, with the K and V of halted tokens put in."""
-
-    def __init__(self, plan: LayerPlan, halted: list[tuple[torch.Tensor, KV]], machine: Machine) -> None:
-        self.plan, self.halted, self.machine = plan, halted, machine
-        self.attended: Attended | None = None
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> KV:
-        plan, layout = self.plan, self.plan.planned
-        assert plan.target is not None
-        for real, (halted_keys, halted_values) in self.halted:
-            where = real[:, None, :, None]
-            keys, values = torch.where(where, halted_keys, keys), torch.where(where, halted_values, values)
-        new = keys, values
-        keys, values = (self.machine.quantize_dequantize(part, plan.bits) for part in new)
-        keys, values = plan.target.write(layout, keys, values)
-        self.attended = Attended(*new, keys, layout.slots, layout.valid)
-        return keys, values
-
-
 def execute_masked(plan: LayerPlan, call: LayerCall, forward: Forward, machine: Machine) -> LayerResult:
-    hidden, packing = call.hidden, plan.packing
+    hidden, packing, layout = call.hidden, plan.packing, plan.planned
     halted = []
     for one in plan.halted:
         if one.source == "project":  # the layer itself does, of every state that enters it
             predict_later_layers(one, hidden, call, forward)
         else:
             assert one.packing.real is not None
-            halted.append((one.packing.real, kv_of_halted(one, call, forward, machine)))
-    port = MaskedPort(plan, halted, machine)
+            halted.append((one.packing.real[:, None, :, None], kv_of_halted(one, call, forward, machine)))
+    attended: Attended | None = None
+
+    def update(keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> KV:
+        """All columns, with K and V of halted tokens put in."""
+        nonlocal attended
+        assert plan.target is not None
+        for where, (halted_keys, halted_values) in halted:
+            keys, values = torch.where(where, halted_keys, keys), torch.where(where, halted_values, values)
+        new = keys, values
+        keys, values = (machine.quantize_dequantize(part, plan.bits) for part in new)
+        keys, values = plan.target.write(layout, keys, values)
+        attended = Attended(*new, keys, layout.slots, layout.valid)
+        return keys, values
+
     # As under `compact`: K and V of a halted token are projected in full precision, then coded at its width.
     bits = plan.bits if plan.bits is None or packing.real is None else torch.where(packing.real, plan.bits, 16)
-    computed = machine.run_layer(call, machine.inputs(call, plan, hidden, port), bits)
+    computed = machine.run_layer(call, machine.inputs(call, plan, hidden, SimpleNamespace(update=update)), bits)
     if call.store is not None:
         call.store.advance(forward.n, forward.n_real)
-    work = LayerWork(forward.batch, forward.n, plan.planned.slots.shape[1], 0, translation_flops(plan, call, forward))
-    return LayerResult(packing.put(hidden, hidden, computed), packing, work, port.attended)
+    work = LayerWork(forward.batch, forward.n, layout.slots.shape[1], 0, translation_flops(plan, call, forward))
+    return LayerResult(packing.put(hidden, hidden, computed), packing, work, attended)
+
+
+EXECUTE: dict[Way, Callable[[LayerPlan, LayerCall, Forward, Machine], LayerResult]] = {
+    "plain": execute_plain, "append": execute_append, "compact": execute_compact, "masked": execute_masked,
+}  # fmt: skip

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _REMEDY = "or leave the module out"
+_DRAFTS = "speculative decoding (assistant_model, prompt_lookup_num_tokens)"
 
 
 @contextmanager
@@ -87,8 +88,7 @@ def _check_drafts(modules: Sequence[RuntimeModule]) -> None:
         name = type(module).__name__
         if isinstance(module, TokenPolicy) and module.lookahead and not module.causal:
             raise ConfigError(
-                f"{name}(lookahead=True) would decide by drafts that are not verified: use it without speculative decoding "
-                f"(assistant_model, prompt_lookup_num_tokens), {_REMEDY}."
+                f"{name}(lookahead=True) would decide by drafts that are not verified: use it without {_DRAFTS}, {_REMEDY}."
             )
         if isinstance(module, Transform) and not module.causal:
             raise ConfigError(
@@ -98,8 +98,7 @@ def _check_drafts(modules: Sequence[RuntimeModule]) -> None:
         evicts = isinstance(module, EvictionPolicy) and module.evicts_cache
         if evicts or (isinstance(module, MergePolicy) and module.merges_cache):
             raise ConfigError(
-                f"{name} changes the cache after each pass, drafts that are rejected later included: use it without speculative decoding "
-                f"(assistant_model, prompt_lookup_num_tokens), {_REMEDY}."
+                f"{name} changes the cache after each pass, drafts that are rejected later included: use it without {_DRAFTS}, {_REMEDY}."
             )
 
 

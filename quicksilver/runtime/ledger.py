@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -110,43 +110,35 @@ def head_flops(arch: Architecture, tokens: int) -> Flops:
 
 def pass_flops(arch: Architecture, work: PassWork, trace: PassTrace, beta: Mapping[int, float] = BETA) -> Flops:
     """The ledgers of one pass, without the output head; `beta` is what the paper's charges a token by its width."""
-    nominal = dense_nominal = 0
-    paper = dense_paper = 0.0
-    valid = trace.valid
+    valid, decided = trace.valid, trace.decided
     past_real = torch.full_like(valid.sum(1), trace.first_column) if work.past_real is None else work.past_real
-    alike: dict[tuple[object, ...], tuple[int, int, float, float]] = {}  # where nothing was decided, layers cost the same
-    decided = trace.decided
-    for layer in range(arch.n_layers):
-        window, span = arch.attention_window(layer), arch.spans[layer]
-        cached = work.past_lengths[layer] if work.past_lengths else 0
-        key = (window, span.reach if span else None, cached if isinstance(cached, int) else tuple(cached.tolist()))
-        if not decided and key in alike:
-            n, dense_n, p, dense_p = alike[key]
-            nominal, dense_nominal, paper, dense_paper = nominal + n, dense_nominal + dense_n, paper + p, dense_paper + dense_p
-            continue
-        before = nominal, dense_nominal
+
+    def of_layer(layer: int, reaches: list[int | None], cached: torch.Tensor | int) -> tuple[int, int, float, float]:
+        """Nominal, the same of the dense model, the paper's, the same of the dense model."""
         active, present = trace.active(layer), trace.kv_present(layer)
         past = torch.as_tensor(cached, device=valid.device).expand(valid.shape[0])
-        projected = present & ~active & _is_projected(trace, layer)
-        nominal += work.translation_flops_per_token.get(layer, 0) * int((projected & (trace.halted_kv == PREDICT)).sum())
+        predicted = (trace.halted_kv == PREDICT) & (trace.halt_layer == layer - 1)
+        projected = present & ~active & ((trace.halted_kv == MISSING_KV.index("project")) | predicted)
+        nominal = work.translation_flops_per_token.get(layer, 0) * int((projected & (trace.halted_kv == PREDICT)).sum())
         nominal += 2 * arch.linear_params_per_layer * int(active.sum()) + 2 * arch.kv_params_per_layer * int(projected.sum())
-        nearest = min((limit for limit in (window, span.reach if span else None) if limit is not None), default=None)
+        nearest = min((limit for limit in reaches if limit is not None), default=None)
         nominal += 4 * arch.n_heads * arch.head_dim * _visible_pairs(arch.causal, nearest, active, present, past)
-        dense_pairs = _visible_pairs(arch.causal, window, valid, valid, past_real)
-        dense_nominal += (
-            2 * arch.dense_linear_params_per_layer * int(valid.sum()) + 4 * arch.n_heads * arch.head_dim * dense_pairs
-        )
-        paper_here = _paper_layer(arch, active, past, _charge(trace.bits(layer), beta) if trace.precisions else None)
-        dense_paper_here = _paper_layer(arch, valid, past_real)
-        paper, dense_paper = paper + paper_here, dense_paper + dense_paper_here
-        alike[key] = (nominal - before[0], dense_nominal - before[1], paper_here, dense_paper_here)
+        dense = 4 * arch.n_heads * arch.head_dim * _visible_pairs(arch.causal, reaches[0], valid, valid, past_real)
+        dense += 2 * arch.dense_linear_params_per_layer * int(valid.sum())
+        charge = _charge(trace.bits(layer), beta) if trace.precisions else None
+        return nominal, dense, _paper_layer(arch, active, past, charge), _paper_layer(arch, valid, past_real)
+
+    totals: list[Any] = [0, 0, 0.0, 0.0]
+    alike: dict[tuple[object, ...], tuple[int, int, float, float]] = {}  # where nothing was decided, layers cost the same
+    for layer, span in enumerate(arch.spans):
+        reaches = [arch.attention_window(layer), span.reach if span else None]
+        cached = work.past_lengths[layer] if work.past_lengths else 0
+        key = (*reaches, cached if isinstance(cached, int) else tuple(cached.tolist()))
+        if decided or key not in alike:
+            alike[key] = of_layer(layer, reaches, cached)
+        totals = [total + more for total, more in zip(totals, alike[key], strict=True)]
+    nominal, dense_nominal, paper, dense_paper = totals
     return Flops(work.executed(arch), nominal, round(paper), work.signal_flops, dense_nominal, round(dense_paper))
-
-
-def _is_projected(trace: PassTrace, layer: int) -> torch.Tensor:
-    """(B, N) bool: if the token is halted in `layer`, its K/V there are projected from its state."""
-    predicted_later = (trace.halted_kv == PREDICT) & (trace.halt_layer == layer - 1)
-    return (trace.halted_kv == MISSING_KV.index("project")) | predicted_later
 
 
 def _causal_pairs(tokens: int, block: int) -> int:

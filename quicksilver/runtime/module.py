@@ -288,18 +288,17 @@ def check_modules(arch: Architecture, modules: Sequence[RuntimeModule], decision
         raise UnsupportedModelError(
             f"attn_implementation={arch.attention_implementation!r} cannot mask tokens by slot; load the model with 'sdpa' or 'eager'."
         )
-    _check_number_formats(transforms, policies)
-    if arch.ranks.size > 1:
-        _check_cut(transforms, policies)
-
-
-def _check_cut(transforms: Sequence[Transform], policies: Sequence[TokenPolicy]) -> None:
-    changing = [transform for transform in transforms if transform.changes_weights]
-    whole = [type(one).__name__ for one in (*changing, *(policy for policy in policies if policy.precision is not None))]
-    if whole:
+    changed = [type(transform).__name__ for transform in transforms if transform.changes_weights]
+    quantising = [type(policy).__name__ for policy in policies if policy.precision is not None]
+    if len(quantising) > 1:
+        raise ConfigError(f"{len(quantising)} modules set precision; give one.")
+    changed += quantising
+    if len(changed) > 1:
+        raise ConfigError(f"{' and '.join(changed)} all change what the weights are multiplied as; give one.")
+    if changed and arch.ranks.size > 1:
         raise ConfigError(
-            f"{whole[0]} changes what the weights are multiplied as, and this model's are cut among processes (tensor parallelism): spread its "
-            "layers over the devices instead (model.device_map=auto), or leave the module out."
+            f"{changed[0]} changes what the weights are multiplied as, and this model's are cut among processes (tensor parallelism): "
+            "spread its layers over the devices instead (model.device_map=auto), or leave the module out."
         )
 
 
@@ -334,20 +333,6 @@ def _check_decision_layers(arch: Architecture, policies: Sequence[TokenPolicy], 
                 f"decision_layers={sorted(decision_layers)}: {type(policy).__name__} would never be asked, it acts after "
                 f"layer {', '.join(map(str, would))}. Add one of these."
             )
-
-
-def _check_number_formats(transforms: Sequence[Transform], policies: Sequence[TokenPolicy]) -> None:
-    changed = [type(transform).__name__ for transform in transforms if transform.changes_weights]
-    quantising = [type(policy).__name__ for policy in policies if policy.precision is not None]
-    if len(quantising) > 1:
-        raise ConfigError(f"{len(quantising)} modules set precision; give one.")
-    if len(changed) > 1 or (changed and quantising):
-        raise ConfigError(f"{' and '.join([*changed, *quantising])} all change what the weights are multiplied as; give one.")
-
-
-def the_precision(policies: Sequence[TokenPolicy]) -> PrecisionExecutor | None:
-    """Who executes widths, of policies that were checked."""
-    return next((policy.precision for policy in policies if policy.precision is not None), None)
 
 
 def the_span(layer: int, policies: Sequence[SpanPolicy]) -> Span | None:

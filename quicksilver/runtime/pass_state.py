@@ -6,7 +6,6 @@ A pass is one forward of the model: N new columns of B sequences, after whatever
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
@@ -73,9 +72,7 @@ class PassState(Decisions):
     """
 
     def __init__(self, valid: torch.Tensor, slots: torch.Tensor, n_layers: int) -> None:
-        self.valid = valid
-        self.slots = slots
-        self.n_layers = n_layers
+        self.valid, self.slots, self.n_layers = valid, slots, n_layers
         last, self.resume_layer, self.halted_kv, self.bits = _untouched(*valid.shape, n_layers, valid.device)
         self.halt_layer = self.kv_layer = self.fused_layer = last
         self.size = torch.ones(valid.shape, dtype=torch.float32, device=valid.device)
@@ -84,8 +81,7 @@ class PassState(Decisions):
         self.merges: list[CacheMerge] = []
         self.evictions: list[Eviction] = []
         # Host-side facts, so that the common cases need no look at the device.
-        self.any_halted = False
-        self.any_kv_skipped = False
+        self.any_halted = self.any_kv_skipped = False
         self.remembers_kv = True
         self.kept_kv: set[str] = set()  # missing_kv modes other than drop that some token may be under
         self.resume_layers: set[int] = set()
@@ -98,19 +94,11 @@ class PassState(Decisions):
         """Nothing has been decided."""
         return not (self.any_halted or self.any_kv_skipped or self.fusions or self.precisions)
 
-    def n_active(self, layer: int) -> int | None:
-        """How many tokens of each row take part in `layer`, where all rows have as many and the host knows it."""
-        return self._left_of(lambda halt: halt.resume_layer > layer)
-
-    @property
-    def n_not_halted(self) -> int | None:
-        """How many tokens of each row have not been halted, likewise."""
-        return self._left_of(lambda halt: True)
-
-    def _left_of(self, without: Callable[[CountedHalt], bool]) -> int | None:
+    def n_left(self, layer: int | None = None) -> int | None:
+        """How many tokens of each row take part in `layer` (None: have not been halted), where all rows have as many and the host knows it."""
         if self.tokens_per_row is None or self.counted is None:
             return None
-        return self.tokens_per_row - sum(halt.tokens for halt in self.counted if without(halt))
+        return self.tokens_per_row - sum(halt.tokens for halt in self.counted if layer is None or halt.resume_layer > layer)
 
     def n_kept(self, layer: int, mode: str, halted_after: int | None = None) -> int | None:
         """How many tokens of each row `kept` has, likewise; of those that halted after layer `halted_after` (None: any)."""
@@ -200,9 +188,7 @@ class TokenState:
     """
 
     def __init__(self, state: PassState, view: LayerView, index: torch.Tensor | None, real: torch.Tensor) -> None:
-        self._state = state
-        self._view = view
-        self._layer = view.layer
+        self._state, self._view, self._layer = state, view, view.layer
         self._index = index  # (B, M) columns of the pass, or None when the view is the whole pass
         # A token that takes part again after a halt is computed, but there is nothing left to decide about it.
         self.active = real & (self._read(state.halt_layer) == state.n_layers - 1) if state.any_halted else real.clone()
@@ -221,7 +207,7 @@ class TokenState:
     @property
     def n_left(self) -> int | None:
         """How many of each row's tokens have not been halted; None where rows may differ or only the device knows."""
-        return self._state.n_not_halted
+        return self._state.n_left()
 
     @property
     def size(self) -> torch.Tensor:
@@ -248,14 +234,9 @@ class TokenState:
         return torch.where(found & self.active.gather(1, before), before, own)
 
     def halt(
-        self,
-        mask: torch.Tensor,
-        *,
-        missing_kv: str = "project",
-        translator: KVTranslator | None = None,
-        resume_layers: int = 0,
-        count_per_row: int | None = None,
-    ) -> None:
+        self, mask: torch.Tensor, *, missing_kv: str = "project", translator: KVTranslator | None = None,
+        resume_layers: int = 0, count_per_row: int | None = None,
+    ) -> None:  # fmt: skip
         """Freeze tokens from the next layer on.
 
         Args:
@@ -389,9 +370,11 @@ class TokenState:
         state.counted = None
         self._state.size = self._write_values(state.size, torch.where(self.active & ~moves, grown, size))
         state.fused_layer = self._write(state.fused_layer, moves, self._layer)
-        state.fusions.append(
-            Fusion(self._layer, self._pass_columns(into), self._write_values(torch.ones_like(state.size), weight))
-        )
+        columns = into.clone()
+        if self._index is not None:  # of the view; here those of the pass
+            columns = torch.arange(state.valid.shape[1], device=into.device).expand_as(state.valid)
+            columns = columns.scatter(1, self._index, self._index.gather(1, into))
+        state.fusions.append(Fusion(self._layer, columns, self._write_values(torch.ones_like(state.size), weight)))
         self.active = self.active & ~moves
 
     def set_bits(self, mask: torch.Tensor, bits: int) -> None:
@@ -413,10 +396,3 @@ class TokenState:
 
     def _write_values(self, field: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return values.to(field.dtype) if self._index is None else field.scatter(1, self._index, values.to(field.dtype))
-
-    def _pass_columns(self, into: torch.Tensor) -> torch.Tensor:
-        """`into` in columns of the pass: (B, M) in view columns -> (B, N)."""
-        if self._index is None:
-            return into.clone()
-        columns = torch.arange(self._state.valid.shape[1], device=into.device).expand_as(self._state.valid)
-        return columns.scatter(1, self._index, self._index.gather(1, into))

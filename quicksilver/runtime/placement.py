@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -31,15 +31,8 @@ class Ranks:
     def __init__(self, size: int = 1, rank: int = 0, group: Any = None) -> None:
         self.size, self.rank, self.group = size, rank, group
 
-    def sum(self, states: torch.Tensor) -> torch.Tensor:
-        """Of what each rank has, any shape; the same on all ranks."""
-        return self._reduced(states, "SUM")
-
-    def max(self, states: torch.Tensor) -> torch.Tensor:
-        """The largest of what each rank has, elementwise; the same on all ranks."""
-        return self._reduced(states, "MAX")
-
-    def _reduced(self, states: torch.Tensor, operation: str) -> torch.Tensor:
+    def reduced(self, states: torch.Tensor, operation: Literal["SUM", "MAX"]) -> torch.Tensor:
+        """The sum, or elementwise the largest, of what each rank has, any shape; the same on all ranks."""
         if self.size == 1:
             return states
         from torch import distributed

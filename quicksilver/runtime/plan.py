@@ -1,30 +1,28 @@
-"""A layer's plan: what it is, what comes of it, and the one place that chooses how a layer is executed."""
+"""A pass and the plans of its layers: what they are, what comes of them, and the one place that chooses how a layer is executed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
 from quicksilver.runtime.architecture import Architecture, Rotary
 from quicksilver.runtime.cache import CacheLayer, Entries, KVLayout, join_entries
-from quicksilver.runtime.cache.entries import put_rows, take_rows
-from quicksilver.runtime.ledger import LayerWork
+from quicksilver.runtime.cache.stores import KV, put_rows, take_rows
+from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.ledger import LayerWork, PassWork
 from quicksilver.runtime.module import PrecisionExecutor
+from quicksilver.runtime.pass_state import PassState
 from quicksilver.runtime.phases import phase
-from quicksilver.runtime.visibility import Span, Visibility
+from quicksilver.runtime.translation import KVTranslator, PredictedKV
+from quicksilver.runtime.visibility import Visibility
 
-if TYPE_CHECKING:
-    from quicksilver.runtime.forward import Forward
-    from quicksilver.runtime.pass_state import PassState
-
-KV = tuple[torch.Tensor, torch.Tensor]
 Way = Literal["plain", "append", "compact", "masked"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Packing:
     """The tokens of one layer, packed to the left.
 
@@ -38,7 +36,7 @@ class Packing:
     real: torch.Tensor | None
     width: int
     # What all layers are handed alike, rotary factors and positions, is packed once.
-    _shared: list[tuple[Any, Any]] = field(default_factory=list, compare=False, repr=False)
+    _shared: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
 
     @classmethod
     @phase("gather")
@@ -63,9 +61,7 @@ class Packing:
     @phase("gather")
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """(B, N, ...) -> (B, A, ...)."""
-        if self.order is None:
-            return x
-        return take_rows(x, self.order)
+        return x if self.order is None else take_rows(x, self.order)
 
     def put(self, full: torch.Tensor, packed_old: torch.Tensor, packed_new: torch.Tensor) -> torch.Tensor:
         """`full` (B, N, D) with the chosen columns replaced by `packed_new` (B, A, D); `packed_old` is what `take` gave."""
@@ -142,12 +138,10 @@ class HaltedKV:
         source: where they come from: `project`ed from the frozen state, `copy` of the newest there were, `zero`, or `predict`ed, when
             the token halted, by the translator of source layer `translator`.
         packing: which columns. Under `masked` all of them, `real` says which.
-        facts: of the entries, (B, E) each; None under `masked`.
     """
 
     source: str
     packing: Packing
-    facts: Entries | None
     translator: int | None = None
 
 
@@ -240,10 +234,12 @@ class Machine:
     Attributes:
         arch: the model's adapter.
         precision: who executes widths; None: nobody.
+        visibility: who sees whom.
     """
 
     arch: Architecture
     precision: PrecisionExecutor | None
+    visibility: Visibility
 
     def quantize_dequantize(self, states: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
         """New K or V (B, H_kv, A, head_dim) as they read at widths `bits` (B, A); None: as they are."""
@@ -269,15 +265,175 @@ class Machine:
         return inputs
 
 
+# -- one forward of the model: what came in, what was decided about it, what layers leave for the layers after them ----------------
+
+
+class Forward:
+    """One pass, from the base model's pre-hook to its hook.
+
+    Args:
+        arguments: what the base model was called with, by name.
+        n_layers: number of decoder layers.
+        index: which pass of the run.
+        decides_only: decisions are taken and not executed.
+        remembers_kv: K and V are kept for `missing_kv="copy"`.
+
+    Attributes:
+        batch, n, seen: sequences, new columns, columns cached before.
+        input_ids: (B, N) long, or None where the model was given embeddings; pass_ids: the same with -1 for padding.
+        padded: some column, new or cached, is padding; past_valid: (B, seen) bool, those that are not, or None.
+        past_real: (B,) long, real tokens before the pass; n_real: (B, 1) long, in it.
+        is_prompt: nothing was cached before and there is more than one column.
+        decisions: what the modules decide. executed: what is executed: the same, or what nobody touches where they only decide.
+        carried: where the layer before left the states of its packed tokens out of what it returned: which columns, and (B, A, D).
+        predicted: K and V of later layers, of the tokens in `prediction_packing`, by source layer of their translator.
+
+    Raises:
+        ConfigError: neither ids nor embeddings, an attention mask that is no padding mask.
+    """
+
+    def __init__(self, arguments: dict[str, Any], n_layers: int, index: int, *, decides_only: bool, remembers_kv: bool) -> None:
+        ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
+        source = ids if ids is not None else embeds
+        if source is None:
+            raise ConfigError("The model was called without input_ids or inputs_embeds.")
+        self.batch, self.n = source.shape[:2]
+        cache = arguments.get("past_key_values")
+        self.seen: int = cache.get_seq_length() if cache is not None else 0
+        self.index = index
+        self.input_ids = ids
+        mask = self._padding_mask(arguments.get("attention_mask"), source.device)
+        self.padded = mask is not None
+        self.past_valid = None if mask is None else mask[:, : self.seen]
+        valid, slots = self._columns(mask, source.device)
+        self.decisions = self.executed = PassState(valid, slots, n_layers)
+        if decides_only:
+            self.executed = PassState(valid, slots, n_layers)
+        self.decisions.tokens_per_row = self.executed.tokens_per_row = None if self.padded else self.n
+        self.decisions.remembers_kv = remembers_kv
+        self.pass_ids = ids.masked_fill(~valid, -1) if self.padded and ids is not None else ids
+        self.is_prompt = self.seen == 0 and self.n > 1
+        self.work = PassWork(layers=[])
+        self.past_lengths: list[torch.Tensor | int] = []
+        self.newest_kv: KV | None = None
+        self.predicted: dict[int, PredictedKV] = {}
+        self.arranged: tuple[tuple[object, ...], Arrangement] | None = None  # the planner's, for layers with the same tokens
+        self.carried: tuple[Packing, torch.Tensor] | None = None
+        self._packing: Packing | None = None
+        self._kept: dict[str, Packing] | None = None
+        self._prediction_packing: dict[int, Packing] = {}
+
+    def _padding_mask(self, mask: Any, device: torch.device) -> torch.Tensor | None:
+        """(B, seen + N) bool, or None where nothing is padding."""
+        if mask is None:
+            return None
+        is_tensor = isinstance(mask, torch.Tensor)
+        if not (is_tensor and mask.ndim == 2 and mask.shape[1] == self.end):
+            shape, prepared = (tuple(mask.shape), mask.ndim == 4) if is_tensor else (f"a {type(mask).__name__}", True)
+            hint = " A static cache prepares such masks: use a DynamicCache (leave out cache_implementation)." if prepared else ""
+            raise ConfigError(
+                f"attention_mask must be a (B, {self.end}) padding mask over cached and new tokens; got {shape}.{hint}"
+            )
+        mask = mask.to(device).bool()
+        return None if bool(mask.all()) else mask
+
+    def _columns(self, mask: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which new columns are tokens, (B, N) bool, and their slots, (B, N) long."""
+        if mask is None:
+            self.past_real = torch.full((self.batch,), self.seen, device=device)
+            self.n_real = torch.full((self.batch, 1), self.n, device=device)
+            slots = torch.arange(self.seen, self.seen + self.n, device=device).expand(self.batch, -1)
+            return torch.ones(self.batch, self.n, dtype=torch.bool, device=device), slots
+        valid = mask[:, self.seen :]
+        self.past_real = mask[:, : self.seen].sum(1)
+        self.n_real = valid.sum(1, keepdim=True)
+        return valid, self.past_real[:, None] + valid.long().cumsum(1) - 1
+
+    @property
+    def end(self) -> int:
+        """Columns seen after the pass."""
+        return self.seen + self.n
+
+    @property
+    def has_holes(self) -> bool:
+        """Some row has padding between tokens."""
+        if not self.padded:
+            return False
+        assert self.past_valid is not None
+        tokens = torch.cat([self.past_valid, self.decisions.valid], dim=1).int()
+        return bool(((tokens.diff(dim=1) == 1).sum(1) + tokens[:, 0] > 1).any())
+
+    @property
+    def is_plain(self) -> bool:
+        """No decision is being executed and nothing is padding: the model's own call is right."""
+        return not self.padded and self.executed.is_untouched
+
+    def decided(self, changed_active: bool) -> None:
+        """Note that modules decided; `changed_active`: tokens were halted or fused."""
+        if self.executed is not self.decisions:
+            return
+        if changed_active:
+            self._packing = None
+        if changed_active or self.executed.any_kv_skipped:
+            self._kept = None
+
+    # -- which columns -----------------------------------------------------------------------------------------------------------
+
+    def packing(self, layer: int) -> Packing:
+        """The columns that take part in `layer`."""
+        state = self.executed
+        if self._packing is None or layer in state.resume_layers:
+            self._packing = Packing.of(state.active(layer), state.n_left(layer))
+            self._kept = None
+        return self._packing
+
+    def kept(self, layer: int) -> dict[str, Packing]:
+        """The columns of halted tokens that are seen in `layer`, by where their K/V come from, but for predicted ones."""
+        state = self.executed
+        if self._kept is None:
+            modes = sorted(state.kept_kv - {"predict"})
+            self._kept = {mode: Packing.of(state.kept(layer, mode), state.n_kept(layer, mode)) for mode in modes}
+        return self._kept
+
+    def prediction_packing(self, layer: int, source_layer: int) -> Packing:
+        """The columns whose K/V come from the translator of `source_layer`, as they were when their tokens halted."""
+        state = self.executed
+        if source_layer not in self._prediction_packing:
+            halted = state.kept(layer, "predict") & (state.halt_layer == source_layer - 1)
+            packing = Packing.of(halted, state.n_kept(layer, "predict", source_layer - 1))
+            self._prediction_packing[source_layer] = packing
+        packing = self._prediction_packing[source_layer]
+        if layer in state.resume_layers:  # who takes part again has K/V of its own
+            still = packing.take(state.kept(layer, "predict"))
+            real = still if packing.real is None else still & packing.real
+            packing = self._prediction_packing[source_layer] = Packing(packing.order, real, packing.width)
+        return packing
+
+    # -- K and V kept for later layers -------------------------------------------------------------------------------------------
+
+    def predict(self, translator: KVTranslator, hidden: torch.Tensor) -> None:
+        """Predict the K/V of all layers after the translator's source layer; hidden: (B, E, D), states entering that layer."""
+        self.predicted[translator.source_layer] = translator.translate(hidden)
+
+    def remember(self, packing: Packing, attended: Attended) -> None:
+        """Keep each token's newest K, V of this pass, for `missing_kv="copy"`."""
+        keys, values = attended.new_keys, attended.new_values
+        if packing.order is None:
+            self.newest_kv = (keys, values)
+            return
+        if self.newest_kv is None:
+            shape = (*keys.shape[:2], self.n, keys.shape[3])
+            self.newest_kv = (keys.new_zeros(shape), values.new_zeros(shape))
+        where = packing.order[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
+        if packing.real is not None:
+            real = packing.real[:, None, :, None]
+            keys, values = (
+                torch.where(real, new, old.gather(2, where)) for old, new in zip(self.newest_kv, (keys, values), strict=True)
+            )
+        self.newest_kv = (self.newest_kv[0].scatter(2, where, keys), self.newest_kv[1].scatter(2, where, values))
+
+
 # -- from the state of a pass and a layer's cache to the layer's plan -------------------------------------------------------------
-
-
-class Source(NamedTuple):
-    """Halted tokens that are seen in a layer: where their K and V come from, their columns, and the translator's source layer."""
-
-    name: str
-    packing: Packing
-    translator: int | None
 
 
 @dataclass(frozen=True)
@@ -285,40 +441,14 @@ class Arrangement:
     """Where the K and V of a compact layer go and who sees them: the same for all layers with the same tokens.
 
     Attributes:
-        own: facts of the computed tokens, (B, A) each; others, of the halted ones that are seen.
+        own: facts of the computed tokens, (B, A) each.
         layout, mask, own_keys_only: as in `LayerPlan`.
     """
 
     own: Entries
-    others: tuple[Entries, ...]
     layout: KVLayout | None
     mask: torch.Tensor | None
     own_keys_only: bool
-
-
-@dataclass(frozen=True)
-class Situation:
-    """What an arrangement follows from where of tokens nothing but the slot is known.
-
-    Attributes:
-        packings: of the computed tokens and of the halted ones; these very objects.
-        fresh: the layer's cache has no entries, or there is none; cached: there is one.
-        window, span: how far back its queries see.
-    """
-
-    packings: tuple[Packing, ...]
-    fresh: bool
-    cached: bool
-    window: int | None
-    span: Span | None
-
-    def is_that_of(self, other: Situation) -> bool:
-        return (
-            self.fresh
-            and (self.fresh, self.cached, self.window, self.span) == (other.fresh, other.cached, other.window, other.span)
-            and len(self.packings) == len(other.packings)
-            and all(one is another for one, another in zip(self.packings, other.packings, strict=True))
-        )
 
 
 class Planner:
@@ -336,16 +466,13 @@ class Planner:
 
     def plan(self, call: LayerCall, forward: Forward, observes_kv: bool) -> LayerPlan:
         """The plan of one layer; `observes_kv`: its K and V are needed afterwards."""
-        if forward.is_plain and self._is_dense(call, forward):
+        store, layer = call.store, call.layer
+        complete = forward.is_plain and (store is None or store.is_complete)
+        if complete and self.visibility.span_reaches_back(layer, forward.end):
             return LayerPlan("plain", Packing(None, None, forward.n), observes_kv=observes_kv)
-        if not observes_kv and call.store is not None and self.can_append(call.store, call.layer, forward):
+        if not observes_kv and store is not None and self.can_append(store, layer, forward):
             return LayerPlan("append", Packing(None, None, 1), observes_kv=False)
         return self._masked(call, forward) if self.masked else self._compact(call, forward)
-
-    def _is_dense(self, call: LayerCall, forward: Forward) -> bool:
-        """The layer has all entries, and its queries see as far as the model has it."""
-        complete = call.store is None or call.store.is_complete
-        return complete and self.visibility.span_reaches_back(call.layer, forward.end)
 
     def can_append(self, store: CacheLayer, layer: int, forward: Forward) -> bool:
         """One new token in each row, nothing decided about it yet, that sees all entries of the layer as they lie there."""
@@ -370,113 +497,88 @@ class Planner:
     # -- compact -----------------------------------------------------------------------------------------------------------------
 
     def _compact(self, call: LayerCall, forward: Forward) -> LayerPlan:
-        layer, store, state = call.layer, call.store, forward.executed
-        packing = forward.packing(layer)
-        sources = self._sources(layer, forward)
+        store, packing, halted = call.store, forward.packing(call.layer), self._halted(call.layer, forward)
         if packing.width == 0:
-            own, others = self._facts(state, packing.take), self._others(sources, state)
-            entries, keep = self._with_halted(own, self._own_entries(layer, packing, state), sources, others)
-            layout = store.plan(entries, keep, in_order=False) if store is not None and sources else None
-            halted = self._halted(sources, others)
+            layout = None
+            if store is not None and halted:
+                _, entries, keep = self._new_entries(call.layer, packing, halted, forward.executed)
+                layout = store.plan(entries, keep, in_order=False)
             return LayerPlan("compact", packing, target=store, layout=layout, halted=halted)
-        found = self._arrangement(call, forward, packing, sources)
-        halted, target = self._halted(sources, found.others), None
-        if store is not None or not found.own_keys_only:
-            target = store if store is not None else self.new_store()
-        bits = self._widths(found.own, packing)
+        found = self._arrangement(call, forward, packing, halted)
+        target = self.new_store() if store is None and not found.own_keys_only else store
+        bits = found.own.get("bits")
+        if bits is not None and packing.real is not None:
+            # Padding is computed at a width its row has anyway, lest it ask for products of a width that no token has.
+            bits = torch.where(packing.real, bits, bits[:, :1])
         return LayerPlan(
             "compact", packing, found.own["slots"], target, found.layout, halted, bits, found.mask, found.own_keys_only
         )
 
-    def _arrangement(self, call: LayerCall, forward: Forward, packing: Packing, sources: list[Source]) -> Arrangement:
+    def _arrangement(self, call: LayerCall, forward: Forward, packing: Packing, halted: tuple[HaltedKV, ...]) -> Arrangement:
         """That of the layer before where nothing has changed since: sorting entries and comparing slots takes as long as a small layer's
         products."""
-        state, store = forward.executed, call.store
-        situation = Situation(
-            (packing, *(one.packing for one in sources)),
-            fresh=store is None or store.slots is None,
-            cached=store is not None,
-            window=self.visibility.windows[call.layer],
-            span=self.visibility.arch.spans[call.layer],
+        layer, store, state = call.layer, call.store, forward.executed
+        fresh = store is None or store.slots is None
+        # What it follows from where of tokens nothing but the slot is known; packings are compared as objects.
+        of = (
+            packing,
+            *(one.packing for one in halted),
+            store is None,
+            self.visibility.windows[layer],
+            self.visibility.arch.spans[layer],
         )
         only_slots = not (state.any_kv_skipped or state.fusions or state.precisions)
-        if only_slots and forward.arranged is not None and situation.is_that_of(forward.arranged[0]):
+        if only_slots and fresh and forward.arranged is not None and forward.arranged[0] == of:
             return forward.arranged[1]
-        found = self._arrange(call, forward, packing, sources)
-        forward.arranged = (situation, found) if only_slots else None
-        return found
-
-    def _arrange(self, call: LayerCall, forward: Forward, packing: Packing, sources: list[Source]) -> Arrangement:
-        layer, store, state = call.layer, call.store, forward.executed
-        own, others = self._facts(state, packing.take), self._others(sources, state)
-        entries, keep = self._with_halted(own, self._own_entries(layer, packing, state), sources, others)
-        own_keys_only = self._own_keys_only(call, forward, entries, bool(sources), packing.real is None)
+        own, entries, keep = self._new_entries(layer, packing, halted, state)
+        # Active tokens come first and padding last, so the causal kernel is right for every real query without a mask, as long as the keys
+        # are exactly the queries' own tokens and weigh the same; without causality only where no row is padded.
+        own_keys_only = (
+            fresh
+            and not (halted or state.any_kv_skipped or self.visibility.weighs(entries))
+            and self.visibility.own_kernel_fits(layer, forward.n, forward.end, even=packing.real is None)
+        )
         layout = mask = None
         if store is not None or not own_keys_only:
             # A cache is in slot order, and halted tokens come after computed ones that they stand before.
-            layout = (store if store is not None else self.new_store()).plan(entries, keep, in_order=not sources)
+            layout = (store if store is not None else self.new_store()).plan(entries, keep, in_order=not halted)
         if not own_keys_only:
             all_seen = forward.n == 1 and self.visibility.one_token_sees_all(layer, forward.seen)
             assert layout is not None
             mask = self.visibility.mask(layer, own["slots"], packing.real, layout.entries, layout.valid, all_seen)
-        return Arrangement(own, others, layout, mask, own_keys_only)
+        found = Arrangement(own, layout, mask, own_keys_only)
+        forward.arranged = (of, found) if only_slots and fresh else None
+        return found
 
-    def _own_entries(self, layer: int, packing: Packing, state: PassState) -> torch.Tensor | None:
-        """Which of the packed tokens get an entry: (B, A) bool, None: all."""
-        if not state.any_kv_skipped:
-            return packing.real
-        writes = packing.take(state.writes_kv(layer))
-        return writes if packing.real is None else packing.real & writes
-
-    def _with_halted(
-        self, own: Entries, keep: torch.Tensor | None, sources: list[Source], others: tuple[Entries, ...]
-    ) -> tuple[Entries, torch.Tensor | None]:
-        """Facts of the packed tokens and, behind them, of the halted ones; which of them get an entry."""
-        if not sources:
-            return own, keep
+    def _new_entries(
+        self, layer: int, packing: Packing, halted: tuple[HaltedKV, ...], state: PassState
+    ) -> tuple[Entries, Entries, torch.Tensor | None]:
+        """Facts of the packed tokens; of these and, behind them, the halted ones; which of them get an entry, (B, ...) bool, None: all."""
+        own, keep = self._facts(state, packing.take), packing.real
+        if state.any_kv_skipped:
+            writes = packing.take(state.writes_kv(layer))
+            keep = writes if keep is None else keep & writes
+        if not halted:
+            return own, own, keep
         entries, kept = own, [or_all(keep, own["slots"])]
-        for one, facts in zip(sources, others, strict=True):
+        for one in halted:
+            facts = self._facts(state, one.packing.take)
             entries = join_entries(entries, facts)
             kept.append(or_all(one.packing.real, facts["slots"]))
-        if keep is None and all(one.packing.real is None for one in sources):
-            return entries, None
-        return entries, torch.cat(kept, dim=1)
+        if keep is None and all(one.packing.real is None for one in halted):
+            return own, entries, None
+        return own, entries, torch.cat(kept, dim=1)
 
-    def _own_keys_only(self, call: LayerCall, forward: Forward, entries: Entries, halted: bool, even: bool) -> bool:
-        """Active tokens come first and padding last, so the causal kernel is right for every real query without a mask, as long as the
-        keys are exactly the queries' own tokens and weigh the same; without causality only where no row is padded (`even`)."""
-        fresh = call.store is None or call.store.slots is None
-        return (
-            fresh
-            and not halted
-            and not forward.executed.any_kv_skipped
-            and not self.visibility.weighs(entries)
-            and self.visibility.own_kernel_fits(call.layer, forward.n, forward.end, even)
-        )
-
-    def _widths(self, own: Entries, packing: Packing) -> torch.Tensor | None:
-        bits = own.get("bits")
-        if bits is None or packing.real is None:
-            return bits
-        # Padding is computed at a width its row has anyway, lest it ask for products of a width that no token has.
-        return torch.where(packing.real, bits, bits[:, :1])
-
-    def _sources(self, layer: int, forward: Forward) -> list[Source]:
+    def _halted(self, layer: int, forward: Forward) -> tuple[HaltedKV, ...]:
         """Halted tokens that have K/V entries, as `missing_kv` has it."""
         state = forward.executed
         if not state.kept_kv:
-            return []
-        found = [Source(mode, packing, None) for mode, packing in forward.kept(layer).items()]
+            return ()
+        found = [HaltedKV(mode, packing) for mode, packing in forward.kept(layer).items()]
         for source_layer in sorted(state.translators):
             name = "project" if source_layer == layer else "predict"
-            found.append(Source(name, forward.prediction_packing(layer, source_layer), source_layer))
-        return [one for one in found if one.packing.width]
-
-    def _others(self, sources: list[Source], state: PassState) -> tuple[Entries, ...]:
-        return tuple(self._facts(state, one.packing.take) for one in sources)
-
-    def _halted(self, sources: list[Source], others: tuple[Entries, ...]) -> tuple[HaltedKV, ...]:
-        return tuple(HaltedKV(one.name, one.packing, facts, one.translator) for one, facts in zip(sources, others, strict=True))
+            found.append(HaltedKV(name, forward.prediction_packing(layer, source_layer), source_layer))
+        return tuple(one for one in found if one.packing.width)
 
     # -- masked ------------------------------------------------------------------------------------------------------------------
 
@@ -487,18 +589,13 @@ class Planner:
         packing = Packing(None, state.active(layer), forward.n)
         layout = target.plan(facts, state.kv_present(layer))
         mask = self.visibility.mask(layer, state.slots, packing.real, layout.entries, layout.valid)
-        halted = tuple(self._masked_halted(layer, forward))
-        return LayerPlan("masked", packing, state.slots, target, layout, halted, facts.get("bits"), mask)
-
-    def _masked_halted(self, layer: int, forward: Forward) -> list[HaltedKV]:
-        state = forward.executed
-        found = [
-            HaltedKV(mode, Packing(None, state.kept(layer, mode), forward.n), None)
+        halted = [
+            HaltedKV(mode, Packing(None, state.kept(layer, mode), forward.n))
             for mode in ("zero", "copy")
             if mode in state.kept_kv
         ]
         for source_layer in sorted(state.translators):
-            source = "project" if source_layer == layer else "predict"
             real = state.kept(layer, "predict") & (state.halt_layer == source_layer - 1)
-            found.append(HaltedKV(source, Packing(None, real, forward.n), None, source_layer))
-        return found
+            name = "project" if source_layer == layer else "predict"
+            halted.append(HaltedKV(name, Packing(None, real, forward.n), source_layer))
+        return LayerPlan("masked", packing, state.slots, target, layout, tuple(halted), facts.get("bits"), mask)

@@ -26,10 +26,9 @@ from transformers.cache_utils import Cache
 
 from quicksilver.runtime.architecture import architecture_of
 from quicksilver.runtime.cache import CacheLayer, take_over
-from quicksilver.runtime.cache.entries import take_rows
+from quicksilver.runtime.cache.stores import take_rows
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
-from quicksilver.runtime.executions import execute_append, execute_compact, execute_masked, execute_plain, keys_per_query
-from quicksilver.runtime.forward import Forward
+from quicksilver.runtime.executions import EXECUTE, keys_per_query
 from quicksilver.runtime.generation import user_prompts_only
 from quicksilver.runtime.ledger import BETA, Flops, LayerWork, PassWork, head_flops, pass_flops
 from quicksilver.runtime.module import (
@@ -42,11 +41,10 @@ from quicksilver.runtime.module import (
     check_modules,
     layers_asked,
     list_of_modules,
-    the_precision,
     the_span,
 )
 from quicksilver.runtime.phases import phase
-from quicksilver.runtime.plan import LayerCall, LayerPlan, LayerResult, Machine, Planner
+from quicksilver.runtime.plan import Forward, LayerCall, LayerPlan, Machine, Planner
 from quicksilver.runtime.trace import PassTrace, Trace
 from quicksilver.runtime.view import Deciding
 from quicksilver.runtime.visibility import Visibility
@@ -113,24 +111,23 @@ class Run:
         self.decision_layers = layers_asked(self.arch, decision_layers)
         check_modules(self.arch, modules, self.decision_layers)
         self.transforms = [module for module in modules if isinstance(module, Transform)]
-        self.modules = sorted(
-            (module for module in modules if not isinstance(module, Transform)), key=lambda module: module.priority
-        )
+        deciding = (module for module in modules if not isinstance(module, Transform))
+        self.modules = sorted(deciding, key=lambda module: module.priority)
         self.token_policies = [module for module in self.modules if isinstance(module, TokenPolicy)]
         executing = [] if execution == "decide" else self.modules
         for layer in range(self.arch.n_layers):
             self.arch.spans[layer] = the_span(layer, [module for module in executing if isinstance(module, SpanPolicy)])
-        precision = the_precision(self.token_policies)
+        precision = next((one.precision for one in self.token_policies if one.precision is not None), None)
         self._copies_kv = any(module.copies_kv for module in self.token_policies)
         self._visibility = Visibility(self.arch, any(module.proportional_attention for module in self.token_policies))
-        self._machine = Machine(self.arch, precision)
+        self._machine = Machine(self.arch, precision, self._visibility)
         this = weakref.proxy(self)  # no reference cycle: the cache is freed with the run, not at the next garbage collection
         self._planner = Planner(self._visibility, execution == "masked", precision is not None, lambda: this._new_store())
         self._store_kind = self._new_store().kind
         merging = [module for module in executing if isinstance(module, MergePolicy) and module.merges_cache]
         evicting = [module for module in executing if isinstance(module, EvictionPolicy) and module.evicts_cache]
         lens = lambda hidden, normed=False: this._lens(hidden, normed)
-        self._deciding = Deciding(self._machine, self._visibility, lens, merging, evicting)
+        self._deciding = Deciding(self._machine, lens, merging, evicting)
         self._handles: list[Any] = []
         self._previous: list[Any] = []
         self._transformed = ExitStack()
@@ -413,7 +410,7 @@ class Run:
         plan = self._planner.plan(call, current, observes_kv=watched or sums_attention or self._copies_kv)
         plan = self._carrying(plan, call, current, asked=bool(policies) or sums_attention)
         with self._watching(layer) if watched else _NOT_WATCHED as attention_outputs:
-            result = self._execute(plan, call, current)
+            result = EXECUTE[plan.way](plan, call, current, self._machine)
         current.work.layers.append(result.work)
         if self._copies_kv and result.attended is not None:
             current.remember(result.packing, result.attended)
@@ -436,7 +433,8 @@ class Run:
         """
         compact_one = plan.way == "compact" and not asked
         if current.carried is not None and not (compact_one and plan.packing is current.carried[0]):
-            call.arguments["hidden_states"] = current.with_carried(call.hidden)
+            (packing, packed), current.carried = current.carried, None
+            call.arguments["hidden_states"] = packing.put_all(call.hidden, packed)
         carries = compact_one and plan.packing.order is not None and plan.packing.width > 0 and not self._is_looked_at(call.layer)
         return replace(plan, carries=True) if carries else plan
 
@@ -447,17 +445,6 @@ class Run:
             return True
         here, after = self.arch.layers[layer], self.arch.layers[layer + 1]
         return bool(here._forward_hooks or after._forward_pre_hooks) or hasattr(here, "_hf_hook") or hasattr(after, "_hf_hook")
-
-    def _execute(self, plan: LayerPlan, call: LayerCall, current: Forward) -> LayerResult:
-        match plan.way:
-            case "plain":
-                return execute_plain(plan, call, current, self._machine, self._visibility)
-            case "append":
-                return execute_append(call, current, self._machine)
-            case "compact":
-                return execute_compact(plan, call, current, self._machine)
-            case _:
-                return execute_masked(plan, call, current, self._machine)
 
     def _policies(self, layer: int, current: Forward) -> list[TokenPolicy]:
         """Who is asked after this layer."""

@@ -24,12 +24,8 @@ SCHEMA = "quicksilver-trace-2"
 PACKED = ".xz"  # suffix of a file that `pack` made; `Trace.load` reads both
 _ABOUT = "quicksilver"  # key of the one entry of metadata, a JSON object
 _TENSORS = ("valid", "halt_layer", "halted_kv", "resume_layer", "kv_layer", "fused_layer")
-_EVENTS: dict[str, type[Any]] = {
-    "fusion": Fusion,
-    "precision": Precision,
-    "merge": CacheMerge,
-    "eviction": Eviction,
-}  # kept as `fusions`, …
+# Kept as `fusions`, …
+_EVENTS: dict[str, type[Any]] = {"fusion": Fusion, "precision": Precision, "merge": CacheMerge, "eviction": Eviction}
 
 
 @dataclass(frozen=True)
@@ -158,10 +154,22 @@ class Trace:
     def from_tensors(cls, tensors: dict[str, torch.Tensor], about: Mapping[str, Any]) -> Trace:
         """Of what `to_tensors` gave."""
         n_layers, firsts = int(about["n_layers"]), [int(first) for first in about["first_columns"]]
-        of_pass: list[dict[str, torch.Tensor]] = [{} for _ in firsts]
+        decided: list[dict[str, torch.Tensor]] = [{} for _ in firsts]
+        events: list[dict[str, dict[int, dict[str, Any]]]] = [{kind: {} for kind in _EVENTS} for _ in firsts]
         for name, tensor in tensors.items():
-            of_pass[int(name.partition(".")[0])][name] = tensor
-        return cls(n_layers, [_read_pass(of_pass[i], i, n_layers, first) for i, first in enumerate(firsts)])
+            i, kind, *of_event = name.split(".")
+            if of_event:
+                k, layer, part = of_event
+                event = events[int(i)][kind].setdefault(int(k), {"layer": int(layer)})
+                event[part] = tensor.long() if tensor.dtype == torch.int32 else tensor
+            else:
+                decided[int(i)][kind] = tensor
+        passes = []
+        for first, own, happened in zip(firsts, decided, events, strict=True):
+            whole: dict[str, Any] = {name: own[name] for name in _TENSORS}
+            whole |= {f"{kind}s": tuple(_EVENTS[kind](**of[k]) for k in sorted(of)) for kind, of in happened.items()}
+            passes.append(PassTrace(n_layers, first, **whole))
+        return cls(n_layers, passes)
 
     @classmethod
     def load(cls, path: Path | str) -> Trace:
@@ -198,17 +206,3 @@ def _plain(path: Path) -> Iterator[Path]:
         except (EOFError, lzma.LZMAError) as error:
             raise ValueError(str(error)) from error
         yield unpacked
-
-
-def _read_pass(tensors: dict[str, torch.Tensor], i: int, n_layers: int, first_column: int) -> PassTrace:
-    prefix = f"{i:06d}."
-    found: dict[str, dict[int, dict[str, Any]]] = {kind: {} for kind in _EVENTS}
-    for name, tensor in tensors.items():
-        parts = name.split(".")
-        if name.startswith(prefix) and len(parts) == 5:
-            _, kind, k, layer, part = parts
-            event = found[kind].setdefault(int(k), {"layer": int(layer)})
-            event[part] = tensor.long() if tensor.dtype == torch.int32 else tensor
-    own: dict[str, Any] = {f"{kind}s": tuple(_EVENTS[kind](**of[k]) for k in sorted(of)) for kind, of in found.items()}
-    own |= {name: tensors[prefix + name] for name in _TENSORS}
-    return PassTrace(n_layers, first_column, **own)

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.cache_utils import Cache
 
-from quicksilver.runtime.cache import CacheLayer, Entries
+from quicksilver.runtime.cache import CacheLayer
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.forward import Forward
 from quicksilver.runtime.module import EvictionPolicy, MergePolicy, RuntimeModule, TokenPolicy
 from quicksilver.runtime.pass_state import CacheMerge, Eviction, TokenState
 from quicksilver.runtime.phases import phase
-from quicksilver.runtime.plan import Attended, LayerCall, LayerResult, Machine, Packing, or_all
-from quicksilver.runtime.visibility import Visibility
+from quicksilver.runtime.plan import Attended, Forward, LayerCall, LayerResult, Machine, Packing, or_all
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -88,21 +89,15 @@ class LayerView:
         return self._of_logits(mask, margin)
 
     def _of_logits(
-        self,
-        mask: torch.Tensor,
-        reduce: Callable[[torch.Tensor], torch.Tensor],
+        self, mask: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor],
         head_input: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         selected = self.after[mask]
         if selected.shape[0] == 0:
             return selected.new_zeros(0, dtype=torch.float32)
+        head = self.head if head_input is None else lambda piece: self.head(head_input(piece), True)
         # In pieces: K x V logits of a long prompt and a large vocabulary would be gigabytes.
-        return torch.cat(
-            [
-                reduce((self.head(piece) if head_input is None else self.head(head_input(piece), True)).float())
-                for piece in selected.split(1024)
-            ]
-        )
+        return torch.cat([reduce(head(piece).float()) for piece in selected.split(1024)])
 
     def attention_received(self, last_queries: int | None = 16, reduce: str = "mean") -> torch.Tensor:
         """Attention each token of the view gets in this layer from the last `last_queries` active tokens of its row: (B, M) float32.
@@ -114,27 +109,23 @@ class LayerView:
         """
         if reduce not in ("mean", "max"):
             raise ConfigError(f"attention_received(reduce={reduce!r}): give 'mean' or 'max'.")
-        if self.received is None:
-            raise ConfigError(
-                f"Attention was not kept at layer {self.layer}: the module must return True from wants_attention({self.layer})."
-            )
-        return self.received(last_queries, reduce)
+        return self._watched(self.received, "Attention")(last_queries, reduce)
 
     @property
     def keys(self) -> torch.Tensor:
         """The tokens' own keys of this layer, as they are attended to: (B, H_kv, M, head_dim). Raises ConfigError as
         `attention_received`."""
-        return self.all_heads(self._watched(self.own_keys, "keys"))
+        return self.all_heads(self._watched(self.own_keys, "view.keys"))
 
     @property
     def attention_output(self) -> torch.Tensor:
         """What the layer's attention adds to the residual stream: (B, M, D). Raises ConfigError as `attention_received`."""
-        return self._watched(self.own_attention_output, "attention_output")
+        return self._watched(self.own_attention_output, "view.attention_output")
 
-    def _watched(self, value: torch.Tensor | None, name: str) -> torch.Tensor:
+    def _watched(self, value: T | None, name: str) -> T:
         if value is None:
             raise ConfigError(
-                f"view.{name} was not kept at layer {self.layer}: the module must return True from wants_attention({self.layer})."
+                f"{name} was not kept at layer {self.layer}: the module must return True from wants_attention({self.layer})."
             )
         return value
 
@@ -178,7 +169,7 @@ class Deciding:
     """Builds the views of one run and asks its modules.
 
     Args:
-        machine, visibility: of the run.
+        machine: of the run.
         logits: the logit lens, (K, D) -> (K, V), not counted as the model's output head.
         merging, evicting: who is asked about the cache.
 
@@ -189,29 +180,17 @@ class Deciding:
     counts = True
 
     def __init__(
-        self,
-        machine: Machine,
-        visibility: Visibility,
-        logits: Callable[..., torch.Tensor],
-        merging: Sequence[MergePolicy],
-        evicting: Sequence[EvictionPolicy],
-    ) -> None:
-        self.machine, self.visibility, self._logits = machine, visibility, logits
-        self.merging, self.evicting = merging, evicting
+        self, machine: Machine, logits: Callable[..., torch.Tensor], merging: Sequence[MergePolicy], evicting: Sequence[EvictionPolicy]
+    ) -> None:  # fmt: skip
+        self.machine, self._logits, self.merging, self.evicting = machine, logits, merging, evicting
 
     # -- tokens ------------------------------------------------------------------------------------------------------------------
 
     @phase("decide")
     def about_tokens(
-        self,
-        policies: Sequence[TokenPolicy],
-        call: LayerCall,
-        forward: Forward,
-        result: LayerResult,
-        *,
-        watched: bool,
+        self, policies: Sequence[TokenPolicy], call: LayerCall, forward: Forward, result: LayerResult, *, watched: bool,
         attention_output: torch.Tensor | None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """Ask `policies` about a layer that ran; returns its output (B, N, D), with merged and quantised states put in.
 
         Args:
@@ -229,12 +208,13 @@ class Deciding:
             with self._counted(policy, forward):
                 answer: object = policy.decide(view, tokens)
             if answer is not None:
-                name = type(policy).__name__
-                raise ConfigError(f"{name}.decide returned something, which decides nothing: call tokens.halt(mask).")
-            if _written(view) != shown and len(state.fusions) == fusions:  # what is fused, `fuse` puts into the view
-                name = type(policy).__name__
                 raise ConfigError(
-                    f"{name}.decide changed the states of layer {call.layer}: read view.before and view.after, and write into neither."
+                    f"{type(policy).__name__}.decide returned something, which decides nothing: call tokens.halt(mask)."
+                )
+            if _written(view) != shown and len(state.fusions) == fusions:  # what is fused, `fuse` puts into the view
+                raise ConfigError(
+                    f"{type(policy).__name__}.decide changed the states of layer {call.layer}: read view.before and view.after, and write "
+                    "into neither."
                 )
         forward.decided(changed_active=state.halt_layer is not before[0] or len(state.fusions) != before[1])
         if forward.executed is not state:
@@ -243,7 +223,9 @@ class Deciding:
             said = packing.take(state.precisions[-1].bits)
             bits = torch.where(said > 0, said, 16)
             view.after = self.machine.precision.quantize_dequantize_states(view.after, bits)
-        return result.output if view.after is after else _put(packing, result.output, after, view.after)
+        if view.after is after:
+            return result.output
+        return view.after if packing.order is None else packing.put(result.output, after, view.after)
 
     @contextmanager
     def _counted(self, module: RuntimeModule, forward: Forward) -> Iterator[None]:
@@ -257,14 +239,9 @@ class Deciding:
         self._count(forward, max(0, counter.get_total_flops() - (forward.work.signal_flops_of_rank - counted)))
 
     def _view(
-        self,
-        call: LayerCall,
-        forward: Forward,
-        result: LayerResult,
-        after: torch.Tensor,
-        watched: bool,
+        self, call: LayerCall, forward: Forward, result: LayerResult, after: torch.Tensor, watched: bool,
         attention_output: torch.Tensor | None,
-    ) -> LayerView:
+    ) -> LayerView:  # fmt: skip
         packing, slots = result.packing, forward.decisions.slots
         own_slots = packing.take(slots) if result.slots is None else result.slots
         arch, work = self.machine.arch, forward.work
@@ -308,7 +285,7 @@ class Deciding:
         real = self._real(forward, packing, slots)
         if forward.executed is not forward.decisions:  # computed all the same, but what was halted asks for nothing
             real = real & packing.take(forward.decisions.active(call.layer))
-        received, flops = self.visibility.attention_received(
+        received, flops = self.machine.visibility.attention_received(
             call.layer, packing.take(call.hidden), packing.rotary(call.rotary, forward.batch), slots, real, attended,
             last_queries=last_queries, reduce=reduce, n_slots=forward.end,
         )  # fmt: skip
@@ -332,7 +309,7 @@ class Deciding:
         if store is None or result.attended is None:
             return
         received = self._received(call, forward, result.packing, result.attended, None, "sum")
-        entries = _facts(store)
+        entries = store.storage.stored_entries
         own = received.gather(1, entries["slots"].clamp(0, received.shape[1] - 1))
         store.add_fact("attention", entries.get("attention", torch.zeros_like(own)) + own * store.is_entry)
 
@@ -355,7 +332,7 @@ class Deciding:
             into = policy.merge_cache(self._cache_view(layer, store, forward))
         if into is None:
             return
-        slots = _facts(store)["slots"]
+        slots = store.storage.stored_entries["slots"]
         by_slot = torch.arange(store.seen, device=slots.device).repeat(forward.batch, 1)
         forward.decisions.merges.append(CacheMerge(layer, _by_slot(store, slots.gather(1, into), by_slot)))
         precision = self.machine.precision
@@ -371,7 +348,7 @@ class Deciding:
         store.evict(gone)
 
     def _cache_view(self, layer: int, store: CacheLayer, forward: Forward) -> CacheView:
-        entries, n_seen = _facts(store), store.real_seen
+        entries, n_seen = store.storage.stored_entries, store.real_seen
         slots = entries["slots"]
         assert n_seen is not None
         return CacheView(
@@ -382,25 +359,14 @@ class Deciding:
         )  # fmt: skip
 
 
-def _facts(store: CacheLayer) -> Entries:
-    return store.storage.stored_entries
-
-
 def _written(view: LayerView) -> list[tuple[int, int]]:
     """Which tensors the view's states are, and how often each was written into: they are the run's own, so that a view costs no copy. Under
     inference_mode torch does not count."""
     return [(id(one), 0 if one.is_inference() else one._version) for one in (view.before, view.after)]
 
 
-def _put(packing: Packing, output: torch.Tensor, before: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
-    """`output` (B, N, D) with the states of a view (B, A, D) in place of what they were."""
-    if packing.order is None:
-        return changed
-    return packing.put(output, before, changed)
-
-
 def _by_slot(store: CacheLayer, values: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """values (B, K) of the entries of `store`, by slot, because columns depend on the execution: `others` (B, S) where there is none."""
     spare = others[:, :1]  # what is no entry is written to a column of its own
-    at = torch.where(store.is_entry, _facts(store)["slots"], others.shape[1])
+    at = torch.where(store.is_entry, store.storage.stored_entries["slots"], others.shape[1])
     return torch.cat([others, spare], dim=1).scatter(1, at, values)[:, :-1]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quicksilver.runtime.cache.entries import Entries
+from quicksilver.runtime.cache.stores import Entries
 from quicksilver.runtime.errors import QuickSilverError
 
 if TYPE_CHECKING:
@@ -91,14 +91,9 @@ class Visibility:
         return visible
 
     def mask(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        real: torch.Tensor | None,
-        entries: Entries,
-        valid: torch.Tensor | None,
+        self, layer: int, queries: torch.Tensor, real: torch.Tensor | None, entries: Entries, valid: torch.Tensor | None,
         all_seen: bool = False,
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor | None:  # fmt: skip
         """The attention mask of a layer: slots of queries (B, A), entries (B, K) -> (B, 1, A, K); None: every query sees every key.
 
         Boolean for sdpa, additive for eager and where super-tokens weigh more: log size is added to their scores (ToMe, arXiv 2210.09461).
@@ -134,18 +129,9 @@ class Visibility:
         return bias.masked_fill(~visible, torch.finfo(dtype).min)
 
     def attention_received(
-        self,
-        layer: int,
-        before: torch.Tensor,
-        rotary: Rotary | None,
-        slots: torch.Tensor,
-        real: torch.Tensor,
-        attended: Attended,
-        *,
-        last_queries: int | None,
-        reduce: str,
-        n_slots: int,
-    ) -> tuple[torch.Tensor, int]:
+        self, layer: int, before: torch.Tensor, rotary: Rotary | None, slots: torch.Tensor, real: torch.Tensor,
+        attended: Attended, *, last_queries: int | None, reduce: str, n_slots: int,
+    ) -> tuple[torch.Tensor, int]:  # fmt: skip
         """Attention that keys receive from the last active tokens of a view: a small q·k product, not the full matrix.
 
         Args:
@@ -182,9 +168,9 @@ class Visibility:
         weights = scores.masked_fill(~visible[:, None, None], torch.finfo(torch.float32).min).softmax(-1)
         weights = weights * (visible & is_query[..., None])[:, None, None]
         if reduce == "max":
-            received = arch.ranks.max(weights.amax(dim=(1, 2, 3)))
+            received = arch.ranks.reduced(weights.amax(dim=(1, 2, 3)), "MAX")
         else:
-            received = arch.ranks.sum(weights.sum(dim=(1, 2, 3))) / arch.n_heads
+            received = arch.ranks.reduced(weights.sum(dim=(1, 2, 3)), "SUM") / arch.n_heads
             if reduce == "mean":
                 received = received / is_query.sum(1, keepdim=True).clamp(min=1)
         by_slot = received.new_zeros(batch, n_slots)

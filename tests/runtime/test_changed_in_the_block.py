@@ -26,18 +26,9 @@ def no_grad() -> Any:
         yield
 
 
-def train(model: Any) -> Any:
-    return model.train()
-
-
-def other_attention(model: Any) -> Any:
-    model.set_attn_implementation("eager" if model.config._attn_implementation == "sdpa" else "sdpa")
-    return model
-
-
 CHANGES = {
-    "training mode.*model.eval": train,
-    "attn_implementation was 'sdpa' .* is 'eager' now": other_attention,
+    "training mode.*model.eval": lambda model: model.train(),
+    "attn_implementation was 'sdpa' .* is 'eager' now": lambda model: model.set_attn_implementation("eager") or model,
     "copied or pickled inside.*before or after the block": copy.deepcopy,
 }
 
@@ -156,12 +147,8 @@ def test_padding_between_tokens_is_right_or_refused(name: str) -> None:
             with pytest.raises(ConfigError, match="padding between tokens.*sliding window"):
                 model(BATCH.ids, attention_mask=mask, position_ids=positions)
             return
-        torch.testing.assert_close(
-            model(BATCH.ids, attention_mask=mask, position_ids=positions).logits[mask.bool()],
-            dense[mask.bool()],
-            atol=1e-5,
-            rtol=1e-5,
-        )
+        found = model(BATCH.ids, attention_mask=mask, position_ids=positions).logits
+        torch.testing.assert_close(found[mask.bool()], dense[mask.bool()], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("missing_kv", MISSING_KV)

@@ -13,17 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GPT2Mod
 
 import quicksilver
 from quicksilver import runtime
-from quicksilver.runtime import (
-    ConfigError,
-    LayerView,
-    QuickSilverError,
-    RuntimeModule,
-    TokenPolicy,
-    TokenState,
-    UnsupportedModelError,
-    apply,
-)
+from quicksilver.runtime import LayerView, RuntimeModule, TokenPolicy, TokenState, apply
 from quicksilver.runtime.architecture import LlamaArchitecture, architecture_of, families
+from quicksilver.runtime.errors import ConfigError, QuickSilverError, UnsupportedModelError
 
 BATCH = Batch((tuple(range(1, 13)),))
 SMALL: dict[str, Any] = dict(

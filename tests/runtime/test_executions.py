@@ -12,16 +12,8 @@ from tiny import Batch, Capacity, DriftBelow, HaltAll, Hashed, SkipLeastAttended
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quicksilver.measure.flop_counter import aten
-from quicksilver.runtime import (
-    Architecture,
-    LayerView,
-    QuickSilverError,
-    RuntimeModule,
-    TokenPolicy,
-    TokenState,
-    apply,
-    architecture_of,
-)
+from quicksilver.runtime import Architecture, LayerView, QuickSilverError, RuntimeModule, TokenPolicy, TokenState, apply
+from quicksilver.runtime.architecture import architecture_of
 
 
 @pytest.mark.parametrize("missing_kv", ["drop", "project", "copy", "zero", "predict", "mixed"])

@@ -23,13 +23,8 @@ LOOKING_AHEAD: dict[str, RuntimeModule] = {
 
 @torch.no_grad()
 def generate(
-    model: PreTrainedModel,
-    batch: Batch,
-    modules: list[RuntimeModule],
-    execution: str = "compact",
-    tokens: int = 6,
-    **options: Any,
-) -> tuple[torch.Tensor, Run]:
+    model: PreTrainedModel, batch: Batch, modules: list[RuntimeModule], execution: str = "compact", tokens: int = 6, **options: Any
+) -> tuple[torch.Tensor, Run]:  # fmt: skip
     torch.manual_seed(5)
     with apply(model, modules, execution=execution) as run:
         ids = model.generate(

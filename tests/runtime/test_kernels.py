@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,27 +54,24 @@ class Clock:
         return self.now_s
 
 
-class Fake(LinearKernel):
-    """Takes so many seconds, by number of rows."""
+def fake(name: str, clock: Clock, seconds: Mapping[int, float], prepared: list[tuple[str, int]]) -> LinearKernel:
+    """Takes so many seconds, by number of rows; `prepared` notes for which layers."""
 
-    def __init__(self, name: str, clock: Clock, seconds: Mapping[int, float]) -> None:
-        self.name, self.clock, self.seconds = name, clock, seconds
-
-    bound = None
-
-    def lacks(self, weight: torch.Tensor, rows: int) -> str | None:
-        return None if rows in self.seconds else "not for so many rows"
-
-    def prepare(self, linear: nn.Module) -> Product:
+    def prepare(linear: nn.Module) -> Product:
         def product(x: torch.Tensor) -> torch.Tensor:
-            self.clock.now_s += self.seconds[len(x)]
+            clock.now_s += seconds[len(x)]
             return x @ weight_of(linear).T
 
+        prepared.append((name, id(linear)))
         return product
 
+    return LinearKernel(name, prepare, lambda weight, rows: None if rows in seconds else "not for so many rows", bound=None)
 
-def kernels(clock: Clock, **seconds: Mapping[int, float]) -> dict[str, LinearKernel]:
-    return {name: Fake(name, clock, each) for name, each in seconds.items()}
+
+def kernels(
+    clock: Clock, prepared: list[tuple[str, int]] | None = None, **seconds: Mapping[int, float]
+) -> dict[str, LinearKernel]:
+    return {name: fake(name, clock, each, [] if prepared is None else prepared) for name, each in seconds.items()}
 
 
 def by_rows(choices: Choices, linear: nn.Module) -> dict[int, str]:
@@ -109,12 +107,8 @@ def test_every_kind_is_measured_and_the_rounds_beyond_the_least_keep_to_the_budg
 
 
 def test_weights_are_prepared_once_for_all_numbers_of_rows() -> None:
-    clock = Clock()
-    each = {name: Fake(name, clock, dict.fromkeys(ROWS, 1e-3)) for name in ("float", "other")}
-    prepared: list[tuple[str, int]] = []
-    for name, fake in each.items():
-        prepare = fake.prepare
-        fake.prepare = lambda linear, name=name, prepare=prepare: prepared.append((name, id(linear))) or prepare(linear)
+    clock, prepared, seconds = Clock(), list[tuple[str, int]](), dict.fromkeys(ROWS, 1e-3)
+    each = kernels(clock, prepared, float=seconds, other=seconds)
     linears = [nn.Linear(8, 8) for _ in range(10)]
     choose(linears, kernels=each, clock=clock)
     # One layer for many rows, and eight that one row goes round, so that weights come from memory.
@@ -179,8 +173,9 @@ def exact(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def saturating(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """As oneDNN has it without VNNI: inputs moved up to be unsigned, products added two by two in 16 bits."""
-    pairs = ((a.short() + 128)[:, :, None] * b.int()).unflatten(1, (-1, 2)).sum(2).clamp(-(2**15), 2**15 - 1)
-    return (pairs.sum(1) - 128 * b.int().sum(0)).int()
+    even, odd = b[::2].int(), b[1::2].int()
+    pairs = ((row[::2, None] * even).add_(row[1::2, None] * odd).clamp_(-(2**15), 2**15 - 1) for row in a.int() + 128)
+    return (torch.stack([one.sum(0) for one in pairs]) - 128 * b.int().sum(0)).int()
 
 
 def missing(*_: torch.Tensor) -> torch.Tensor:
@@ -399,7 +394,7 @@ def test_a_named_kernel_computes_what_it_can_and_is_refused_where_it_can_nothing
     assert not FastestLinear(product="bfloat16").measures
     with pytest.raises(ConfigError, match="product='int9'"):
         FastestLinear(product="int9")
-    monkeypatch.setattr(type(KERNELS["qlinear"]), "lacks", lambda *_: "qlinear needs a newer torch")
+    monkeypatch.setitem(KERNELS, "qlinear", replace(KERNELS["qlinear"], lacks=lambda *_: "qlinear needs a newer torch"))
     with pytest.raises(ConfigError, match=r"product='qlinear': qlinear needs a newer torch\. Give product=auto, or one of"):
         tiny.forward(model, EVEN, [FastestLinear(product="qlinear")])
 

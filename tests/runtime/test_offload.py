@@ -17,10 +17,7 @@ BATCH = Batch((tuple(range(1, 21)), tuple(range(40, 25, -1))))  # of unequal len
 def offloaded(model, folder):
     """Every second layer on disk, all else in memory."""
     model.save_pretrained(folder)
-    layers = {
-        id(layer): place
-        for layer, place in zip(architecture_of(model).layers, ["cpu", "disk"] * model.config.num_hidden_layers, strict=False)
-    }
+    layers = {id(layer): ("cpu", "disk")[i % 2] for i, layer in enumerate(architecture_of(model).layers)}
     places, placed = {}, ()
     for name, module in model.named_modules():
         if name.startswith(placed):
@@ -28,11 +25,8 @@ def offloaded(model, folder):
         if id(module) in layers or not any(id(part) in layers for part in module.modules()):
             places[name] = layers.get(id(module), "cpu")
             placed = (*placed, f"{name}.")
-    return (
-        AutoModelForCausalLM.from_pretrained(folder, device_map=places, offload_folder=folder / "weights")
-        .eval()
-        .requires_grad_(False)
-    )
+    made = AutoModelForCausalLM.from_pretrained(folder, device_map=places, offload_folder=folder / "weights")
+    return made.eval().requires_grad_(False)
 
 
 @torch.no_grad()

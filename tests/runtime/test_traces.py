@@ -95,15 +95,8 @@ def test_what_is_no_trace_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=rf"foreign\.safetensors.*{says}"):
             Trace.load(path)
 
-    for content in (
-        b"",
-        b"not a trace",
-        b"\x00" * 64,
-        b'{"halt_layer": []}' * 9,
-        whole[:7],
-        whole[: len(whole) // 2],
-        whole[:-1],
-    ):
+    foreign = (b"", b"not a trace", b"\x00" * 64, b'{"halt_layer": []}' * 9)
+    for content in (*foreign, whole[:7], whole[: len(whole) // 2], whole[:-1]):
         path.write_bytes(content)
         refused(unreadable)
     for changes in ({"n_layers": "many"}, {"n_layers": None}, {"first_columns": [0, 8]}, {"first_columns": "{"}):

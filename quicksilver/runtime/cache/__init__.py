@@ -4,7 +4,7 @@
 `DenseColumns` every column with a mask, `PackedCodes` entries at 8, 4 or 2 bits.
 """
 
-from quicksilver.runtime.cache.entries import Entries, KVLayout, join_entries
 from quicksilver.runtime.cache.layer import CacheLayer, take_over
+from quicksilver.runtime.cache.stores import Entries, KVLayout, join_entries
 
 __all__ = ["CacheLayer", "Entries", "KVLayout", "join_entries", "take_over"]

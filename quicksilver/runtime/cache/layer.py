@@ -7,13 +7,22 @@ right when layer 30 holds half of the tokens.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Literal
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from quicksilver.runtime.cache.entries import KV, Entries, KVLayout, QuantizeDequantize, Storage
-from quicksilver.runtime.cache.stores import DenseColumns, DenseRows, PackedCodes
+from quicksilver.runtime.cache.stores import (
+    KV,
+    DenseColumns,
+    DenseRows,
+    Entries,
+    KVLayout,
+    PackedCodes,
+    QuantizeDequantize,
+    Storage,
+)
 from quicksilver.runtime.errors import UnsupportedModelError
 from quicksilver.runtime.phases import phase
 
@@ -29,7 +38,8 @@ class CacheLayer(DynamicLayer):
         group_size: of `packed`, values of a head that share a scale.
 
     Attributes:
-        storage: keeps K and V.
+        storage: keeps K and V, in its `keys` and `values` where it has them so.
+        entries, is_entry, lengths, length, facts, can_append: of the storage.
         seen: columns of input seen, padding and skipped tokens included.
         unmerged_from: columns seen when the prompt ended, or when entries were last merged; merged: whether any were.
         evicted_at: columns seen when entries last left.
@@ -40,18 +50,15 @@ class CacheLayer(DynamicLayer):
 
     def __init__(self, kind: Kind = "ragged", group_size: int = 32) -> None:
         self.kind, self.group_size = kind, group_size
-        self.storage: Storage = self._new_storage()
-        super().__init__()
         self._forget()
+        super().__init__()
 
     def empty(self) -> CacheLayer:
         """Another one of the same kind, with nothing in it."""
         return CacheLayer(self.kind, self.group_size)
 
-    def _new_storage(self) -> Storage:
-        return DenseColumns() if self.kind == "masked" else DenseRows()
-
     def _forget(self) -> None:
+        self.storage: Storage = DenseColumns() if self.kind == "masked" else DenseRows()
         self.seen = self.unmerged_from = self.evicted_at = 0
         self.merged = self.continues = False
         self._real_seen: torch.Tensor | None = None
@@ -59,63 +66,21 @@ class CacheLayer(DynamicLayer):
 
     # -- what there is -----------------------------------------------------------------------------------------------------------
 
-    @property
-    def keys(self) -> torch.Tensor | None:
-        """As the storage has them; `padded` gives them by row."""
-        return self.storage.keys
-
-    @keys.setter
-    def keys(self, keys: torch.Tensor | None) -> None:
-        self.storage.keys = keys
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        return self.storage.values
-
-    @values.setter
-    def values(self, values: torch.Tensor | None) -> None:
-        self.storage.values = values
-
-    @property
-    def entries(self) -> Entries | None:
-        """Facts of each entry; None: nothing has been stored."""
-        return self.storage.table.entries
+    keys = property(attrgetter("storage.keys"), lambda self, keys: setattr(self.storage, "keys", keys))
+    values = property(attrgetter("storage.values"), lambda self, values: setattr(self.storage, "values", values))
+    entries, is_entry, lengths, length, facts, can_append = (
+        property(attrgetter(f"storage.{name}")) for name in ("entries", "is_entry", "lengths", "length", "facts", "can_append")
+    )
 
     def add_fact(self, name: str, fact: torch.Tensor) -> None:
         """Note something of each entry: (B, K)."""
-        table = self.storage.table
-        table.put((table.entries or {}) | {name: fact}, table.present)
+        self.storage.put((self.entries or {}) | {name: fact}, self.storage.present)
 
     @property
     def slots(self) -> torch.Tensor | None:
         """(B, K) long."""
         entries = self.entries
         return None if entries is None else entries["slots"]
-
-    @property
-    def is_entry(self) -> torch.Tensor:
-        """(B, K) bool: columns of `padded` that are entries."""
-        return self.storage.table.is_entry
-
-    @property
-    def lengths(self) -> torch.Tensor:
-        """(B,) long: entries of each row."""
-        return self.storage.table.lengths
-
-    @property
-    def length(self) -> torch.Tensor | int:
-        """Entries of each row, (B,) long, or of all of them."""
-        return self.storage.table.length
-
-    @property
-    def facts(self) -> frozenset[str]:
-        """Names of what is known of entries."""
-        return self.storage.table.facts
-
-    @property
-    def can_append(self) -> bool:
-        """All rows have as many entries, side by side: a further token can just be put behind them."""
-        return self.storage.can_append
 
     @property
     def is_complete(self) -> bool:
@@ -143,23 +108,19 @@ class CacheLayer(DynamicLayer):
         return self.seen + query_length, 0
 
     def padded(self) -> KV | None:
-        """K, V as (B, H_kv, K, head_dim), rows padded on the right; None when empty."""
         return self.storage.padded()
 
     def resident_bytes(self) -> int:
-        """Bytes of the tensors that hold K and V."""
         return self.storage.resident_bytes()
 
     def billed_bytes(self) -> int:
-        """Bytes the decisions ask for: entries times the size of one. Facts of an entry (slot, width) are not counted."""
         return self.storage.billed_bytes()
 
     # -- growing -----------------------------------------------------------------------------------------------------------------
 
     @phase("write_kv")
     def plan(self, new: Entries, keep: torch.Tensor | None, in_order: bool = True) -> KVLayout:
-        """Layout after adding tokens with facts `new` (B, M), of which only `keep` (B, M) bool get an entry (None: all); `in_order`:
-        their slots ascend."""
+        """As `Storage.plan`."""
         return self.storage.plan(new, keep, in_order)
 
     @phase("write_kv")
@@ -176,9 +137,7 @@ class CacheLayer(DynamicLayer):
         self._real_seen = n_real.clone() if real_seen is None else real_seen + n_real
         self.seen += n_columns
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> KV:
         """The plain path of a layer in which every token takes part. key_states: (B, H_kv, M, head_dim).
 
         Raises:
@@ -234,22 +193,19 @@ class CacheLayer(DynamicLayer):
         self.storage.keep_only(self.is_entry & ~gone)
         self.evicted_at = self.seen
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self._select_rows(beam_idx)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._select_rows(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.slots is not None:
-            self._select_rows(torch.arange(self.slots.shape[0], device=self.slots.device).repeat_interleave(repeats))
-
-    def _select_rows(self, rows: torch.Tensor) -> None:
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         real_seen = self.real_seen
         if self.entries is None or real_seen is None:
             return
-        self._real_seen = real_seen[rows]
-        self.storage.select_rows(rows)
+        self._real_seen = real_seen[beam_idx]
+        self.storage.select_rows(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.slots is not None:
+            self.reorder_cache(torch.arange(self.slots.shape[0], device=self.slots.device).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` columns (transformers gives a negative number).
@@ -278,7 +234,6 @@ class CacheLayer(DynamicLayer):
         self.storage.crop(self.seen, self._real_seen)
 
     def reset(self) -> None:
-        self.storage = self._new_storage()
         self._forget()
         self.is_initialized = False
 

@@ -94,9 +94,7 @@ def encode(x: torch.Tensor, bits: int, group_size: int | None, stored_as: torch.
         exact = code.to(above.dtype)
         middle = exact.mean(-1, keepdim=True)
         deviation = exact - middle
-        spread = deviation.square().sum(
-            -1, keepdim=True
-        )  # at least 1/2, unless all codes are one: then only rounding is left of it
+        spread = deviation.square().sum(-1, keepdim=True)  # at least 1/2; of codes that are all one, only rounding
         step = torch.where(spread > 0.25, (deviation * above).sum(-1, keepdim=True) / spread, 0)
         offset = offset + above.mean(-1, keepdim=True) - step * middle
     dtype = step.dtype if stored_as is None else stored_as
@@ -151,10 +149,10 @@ def pack(code: torch.Tensor, bits: int) -> torch.Tensor:
     a_byte = 8 // bits
     if a_byte == 1:
         return code.contiguous()
-    code = F.pad(code, (0, -code.shape[-1] % a_byte)).unflatten(-1, (-1, a_byte))
-    packed = code[..., 0].clone()
-    for i in range(1, a_byte):
-        packed |= code[..., i] << (bits * i)
+    first, *others = F.pad(code, (0, -code.shape[-1] % a_byte)).unflatten(-1, (-1, a_byte)).unbind(-1)
+    packed = first.clone()
+    for i, other in enumerate(others, 1):
+        packed |= other << (bits * i)
     return packed
 
 
@@ -195,15 +193,14 @@ class ByWidth:
 
     def quantize_dequantize(self, x: torch.Tensor, group_size: int | None, stored_as: torch.dtype | None = None) -> torch.Tensor:
         """x (R, ..., D), each row as it reads at its width."""
-        held = None
+        held = x
         for width, rows in self.rows.items():
-            if width == UNTOUCHED:
-                continue
             if rows is None:
                 return quantize_dequantize(x, width, group_size, stored_as)
-            held = x.clone() if held is None else held
-            held[rows] = quantize_dequantize(x[rows], width, group_size, stored_as)
-        return x if held is None else held
+            if width != UNTOUCHED:
+                held = x.clone() if held is x else held
+                held[rows] = quantize_dequantize(x[rows], width, group_size, stored_as)
+        return held
 
 
 def rows_of(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
@@ -222,8 +219,7 @@ def mix_of(trace: Trace) -> dict[int, float]:
         for layer in range(min((q.layer for q in p.precisions), default=trace.n_layers) + 1, trace.n_layers):
             bits, active = p.bits(layer).cpu().numpy(), p.active(layer).cpu().numpy()  # torch takes 4 ms for such a mask
             found += np.bincount(bits[active], minlength=len(found))
-    counts = {width: int(found[width]) for width in WIDTHS}
-    total = sum(counts.values())
+    total = sum(int(found[width]) for width in WIDTHS)
     if not total:
         raise ConfigError("No token of this trace was given a width: run the model under AdaptiveQuantization.")
-    return {width: n / total for width, n in counts.items()}
+    return {width: int(found[width]) / total for width in WIDTHS}

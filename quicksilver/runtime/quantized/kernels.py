@@ -26,9 +26,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -41,23 +41,24 @@ from quicksilver.runtime.quantized.proving import INTEGER, instruction_set, proc
 Product = Callable[[torch.Tensor], torch.Tensor]  # (R, K) -> (R, N), in the dtype of what it is given
 
 
-class LinearKernel(ABC):
+@dataclass(frozen=True, eq=False)
+class LinearKernel:
     """One way to apply a linear layer.
 
     Attributes:
+        prepare: the product with a layer's weights, coded or packed once.
+        lacks: why it cannot compute so many rows with a weight (N, K) of this dtype, shape and device; None: it can.
         bound: error that the number format leaves at the worst codes; None: it is the layer itself, and nothing is compared.
         codes: least and greatest code of an input.
         most_rows: of a call; None: any number.
     """
 
     name: str
+    prepare: Callable[[nn.Module], Product]
+    lacks: Callable[[torch.Tensor, int], str | None] = lambda weight, rows: None
     bound: float | None = INTEGER
     codes: tuple[int, int] = (-127, 127)
     most_rows: int | None = None
-
-    def lacks(self, weight: torch.Tensor, rows: int) -> str | None:
-        """Why it cannot compute `rows` rows with a weight (N, K) of this dtype, shape and device; None: it can."""
-        return None
 
     def refusal(self, weight: torch.Tensor, rows: int) -> str | None:
         """Why it is not offered here: it lacks something, or is wrong on this processor; None: it is offered."""
@@ -70,21 +71,13 @@ class LinearKernel(ABC):
             linear.weight = nn.Parameter(codes.to(weight.dtype), requires_grad=False)
             return self.prepare(linear)(code.to(weight.dtype))
 
-        bound = self.bound + output_rounding(weight.dtype)
-        fault = wrong(f"{self.name} {dtype}", device, product, bound, self.codes, self.most_rows)
+        # Of a result that is rounded to a short format; of float32 `INTEGER` has it already.
+        rounding = torch.finfo(weight.dtype).eps if weight.dtype in (torch.bfloat16, torch.float16) else 0.0
+        fault = wrong(f"{self.name} {dtype}", device, product, self.bound + rounding, self.codes, self.most_rows)
         return None if fault is None else f"{self.name} {fault} on {processor()} ({instruction_set()})"
 
     def fits(self, weight: torch.Tensor, rows: int) -> bool:
         return self.refusal(weight, rows) is None
-
-    @abstractmethod
-    def prepare(self, linear: nn.Module) -> Product:
-        """The product with this layer's weights, coded or packed once."""
-
-
-def output_rounding(dtype: torch.dtype) -> float:
-    """Relative error of a result that is rounded to `dtype`; of float32 `INTEGER` has it already."""
-    return torch.finfo(dtype).eps if dtype in (torch.bfloat16, torch.float16) else 0.0
 
 
 def weight_of(linear: nn.Module) -> torch.Tensor:
@@ -99,188 +92,156 @@ def weight_of(linear: nn.Module) -> torch.Tensor:
     return weight.T if isinstance(linear, Conv1D) else weight
 
 
-class _Float(LinearKernel):
-    name = "float"
-    bound = None
+def _by_rows(
+    linear: nn.Module, product: Product, *, dtype: torch.dtype = torch.float32, channels: torch.Tensor | None = None, greatest: int = 127
+) -> Product:  # fmt: skip
+    """A layer as `product` of rows that are whole numbers from -greatest to greatest, still floats, each with a scale of its own.
 
-    def prepare(self, linear: nn.Module) -> Product:
-        return linear.forward
+    Args:
+        channels: scales (N,) that the product leaves out.
+    """
+    bias: torch.Tensor | None = linear.bias  # type: ignore[assignment]
 
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        exact = x.to(dtype)
+        scale = exact.abs().amax(-1, keepdim=True).div_(greatest).clamp_(min=torch.finfo(exact.dtype).tiny)
+        out = product((exact / scale).round_()).mul_(scale)
+        if channels is not None:
+            out.mul_(channels)
+        return (out if bias is None else out.add_(bias)).to(x.dtype)
 
-class _BFloat16(LinearKernel):
-    name = "bfloat16"
-    bound = 2**-8  # its sums may be rounded once
-
-    def lacks(self, weight: torch.Tensor, rows: int) -> str | None:
-        return None if weight.dtype == torch.float32 else f"bfloat16 is for float32 models, and this one is {weight.dtype}"
-
-    def prepare(self, linear: nn.Module) -> Product:
-        weight = weight_of(linear).bfloat16().contiguous()
-        bias: torch.Tensor | None = linear.bias  # type: ignore[assignment]
-        half = None if bias is None else bias.detach().bfloat16()
-        return lambda x: nn.functional.linear(x.bfloat16(), weight, half).to(x.dtype)
-
-
-def _coded(x: torch.Tensor, greatest: int = 127) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (R, K) as whole numbers from -greatest to greatest, still floats, and the scale of each row (R, 1)."""
-    scale = x.abs().amax(-1, keepdim=True).div_(greatest).clamp_(min=torch.finfo(x.dtype).tiny)
-    return (x / scale).round_(), scale
+    return whole
 
 
-def _finished(product: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    return (product if bias is None else product.add_(bias)).to(dtype)
+def _bfloat16(linear: nn.Module) -> Product:
+    weight = weight_of(linear).bfloat16().contiguous()
+    bias: torch.Tensor | None = linear.bias  # type: ignore[assignment]
+    half = None if bias is None else bias.detach().bfloat16()
+    return lambda x: nn.functional.linear(x.bfloat16(), weight, half).to(x.dtype)
 
 
-class _IntMM(LinearKernel):
-    name = "int_mm"
-
-    def lacks(self, weight: torch.Tensor, rows: int) -> str | None:
-        return no_int_mm(weight.device.type, *weight.shape)
-
-    def prepare(self, linear: nn.Module) -> Product:
-        code, channel_scale = encode_weight(weight_of(linear), 8)
-        transposed = code.contiguous().T  # (K, N) with K contiguous
-        bias: torch.Tensor | None = linear.bias  # type: ignore[assignment]
-
-        def product(x: torch.Tensor) -> torch.Tensor:
-            rows, scale = _coded(x.to(channel_scale.dtype))
-            out = multiply(rows.to(torch.int8), transposed).to(channel_scale.dtype)
-            return _finished(out.mul_(scale).mul_(channel_scale), bias, x.dtype)
-
-        return product
+def _bfloat16_lacks(weight: torch.Tensor, rows: int) -> str | None:
+    return None if weight.dtype == torch.float32 else f"bfloat16 is for float32 models, and this one is {weight.dtype}"
 
 
-class _QLinear(LinearKernel):
-    name = "qlinear"
-
-    def lacks(self, weight: torch.Tensor, rows: int) -> str | None:
-        if weight.device.type != "cpu":
-            return f"qlinear runs on the CPU, and the model is on {weight.device.type}"
-        there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.onednn, "qlinear_pointwise")
-        return None if there else "qlinear needs oneDNN, which this torch was built without"
-
-    def prepare(self, linear: nn.Module) -> Product:
-        code, channel_scale = encode_weight(weight_of(linear), 8)
-        packed = torch.ops.onednn.qlinear_prepack(code.contiguous(), None)
-        zeros = torch.zeros(len(channel_scale), dtype=torch.int64)
-        scales = channel_scale.float()
-        bias: torch.Tensor | None = linear.bias  # type: ignore[assignment]
-
-        def product(x: torch.Tensor) -> torch.Tensor:
-            rows, scale = _coded(x.float())
-            # Unsigned on purpose: with signed inputs this operator runs a reference loop, 3000 times slower (torch 2.13).
-            out = torch.ops.onednn.qlinear_pointwise(
-                rows.add_(128).to(torch.uint8), 1.0, 128, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
-            )
-            return _finished(out.mul_(scale), bias, x.dtype)
-
-        return product
+def _int_mm(linear: nn.Module) -> Product:
+    code, scales = encode_weight(weight_of(linear), 8)
+    transposed = code.contiguous().T  # (K, N) with K contiguous
+    return _by_rows(
+        linear, lambda rows: multiply(rows.to(torch.int8), transposed).to(scales.dtype), dtype=scales.dtype, channels=scales
+    )
 
 
-class _WeightOnly(LinearKernel):
-    name = "weight_only"
-    bound = 2**-12  # it adds up 4096 products in float32
+def _qlinear(linear: nn.Module) -> Product:
+    code, channel_scale = encode_weight(weight_of(linear), 8)
+    packed = torch.ops.onednn.qlinear_prepack(code.contiguous(), None)
+    zeros, scales = torch.zeros(len(channel_scale), dtype=torch.int64), channel_scale.float()
 
-    def lacks(self, weight: torch.Tensor, rows: int) -> str | None:
-        there = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
-        return None if there else f"weight_only takes float32 and bfloat16 on the CPU, not {weight.dtype} on {weight.device.type}"
-
-    def prepare(self, linear: nn.Module) -> Product:
-        weight = weight_of(linear)
-        code, channel_scale = encode_weight(weight, 8)
-        code, scales = code.contiguous(), channel_scale.to(weight.dtype)
-        bias: torch.Tensor | None = linear.bias  # type: ignore[assignment]
-        return lambda x: _finished(torch._weight_int8pack_mm(x.contiguous(), code, scales), bias, x.dtype)
-
-
-class _Packed(LinearKernel):
-    """What packs weights for an engine of torch's quantised tensors."""
-
-    engine: str
-
-    def lacks(self, weight: torch.Tensor, rows: int) -> str | None:
-        if weight.device.type != "cpu":
-            return f"{self.name} runs on the CPU, and the model is on {weight.device.type}"
-        engines = torch.backends.quantized.supported_engines
-        return (
-            None if self.engine in engines else f"{self.name} needs the engine {self.engine}; this torch has {', '.join(engines)}"
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        # Unsigned on purpose: with signed inputs this operator runs a reference loop, 3000 times slower (torch 2.13).
+        return torch.ops.onednn.qlinear_pointwise(
+            rows.add_(128).to(torch.uint8), 1.0, 128, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
 
-    def packed(self, weight: torch.Tensor, bias: torch.Tensor | None, padding: int = 0) -> tuple[object, torch.Tensor]:
-        """weight (N, K) int8 by channel, `padding` columns of zeros behind it, packed; the scales of its channels (N,)."""
-        code, scale = encode_weight(weight, 8)
-        code = nn.functional.pad(code, (0, padding)).contiguous()
-        with self.chosen(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch deprecates the tensors that these operators still take their weights in
-            zeros = torch.zeros(len(scale), dtype=torch.int64)
-            coded = torch._make_per_channel_quantized_tensor(code, scale.double(), zeros, 0)
-            return torch.ops.quantized.linear_prepack(coded, None if bias is None else bias.detach().float()), scale
-
-    @contextmanager
-    def chosen(self) -> Iterator[None]:
-        before = torch.backends.quantized.engine
-        try:
-            torch.backends.quantized.engine = self.engine
-            yield
-        finally:
-            torch.backends.quantized.engine = before
+    return _by_rows(linear, product)
 
 
-class _FBGemm(_Packed):
-    name = "fbgemm"
-    engine = "x86"
-    bound = 2**-8  # one scale a call, from the least to the greatest value: half a step
-    most_rows = 1
-
-    def lacks(self, weight: torch.Tensor, rows: int) -> str | None:
-        return super().lacks(weight, rows) if rows == 1 else "fbgemm has one scale a call: it is offered for one row alone"
-
-    def prepare(self, linear: nn.Module) -> Product:
-        packed, _ = self.packed(weight_of(linear), linear.bias)  # type: ignore[arg-type]
-        return lambda x: torch.ops.quantized.linear_dynamic(x.float(), packed).to(x.dtype)
+def _qlinear_lacks(weight: torch.Tensor, rows: int) -> str | None:
+    if weight.device.type != "cpu":
+        return f"qlinear runs on the CPU, and the model is on {weight.device.type}"
+    there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.onednn, "qlinear_pointwise")
+    return None if there else "qlinear needs oneDNN, which this torch was built without"
 
 
-class _FBGemmReduced(_Packed):
-    name = "fbgemm_reduced"
-    engine = "x86"
-    codes = (-63, 63)
+def _weight_only(linear: nn.Module) -> Product:
+    weight = weight_of(linear)
+    code, channel_scale = encode_weight(weight, 8)
+    code, scales = code.contiguous(), channel_scale.to(weight.dtype)
+    bias: torch.Tensor | None = linear.bias  # type: ignore[assignment]
 
-    def prepare(self, linear: nn.Module) -> Product:
-        packed, _ = self.packed(weight_of(linear), None)
-        bias: torch.Tensor | None = linear.bias  # type: ignore[assignment]
+    def product(x: torch.Tensor) -> torch.Tensor:
+        out = torch._weight_int8pack_mm(x.contiguous(), code, scales)
+        return (out if bias is None else out.add_(bias)).to(x.dtype)
 
-        def product(x: torch.Tensor) -> torch.Tensor:
-            rows, scale = _coded(x.float(), 63)
-            out = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(rows, 1.0, 64, packed)
-            return _finished(out.mul_(scale), bias, x.dtype)
-
-        return product
+    return product
 
 
-class _QNNPack(_Packed):
-    name = "qnnpack"
-    engine = "qnnpack"
+def _weight_only_lacks(weight: torch.Tensor, rows: int) -> str | None:
+    there = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+    return None if there else f"weight_only takes float32 and bfloat16 on the CPU, not {weight.dtype} on {weight.device.type}"
 
-    def prepare(self, linear: nn.Module) -> Product:
-        # It finds a scale of its own for each call. With the ends of the range in two columns that meet zeros it finds 1 and 128.
-        packed, _ = self.packed(weight_of(linear), None, padding=2)
-        bias: torch.Tensor | None = linear.bias  # type: ignore[assignment]
 
-        def product(x: torch.Tensor) -> torch.Tensor:
-            rows, scale = _coded(x.float())
-            ends = rows.new_tensor([-128.0, 127.0]).expand(len(rows), 2)
-            with self.chosen():
-                out = torch.ops.quantized.linear_dynamic(torch.cat([rows, ends], 1), packed)
-            return _finished(out.mul_(scale), bias, x.dtype)
+@contextmanager
+def _engine(name: str) -> Iterator[None]:
+    """torch's quantised tensors are multiplied by the engine of that name."""
+    before = torch.backends.quantized.engine
+    try:
+        torch.backends.quantized.engine = name
+        yield
+    finally:
+        torch.backends.quantized.engine = before
 
-        return product
+
+def _packed(engine: str, weight: torch.Tensor, bias: Any = None, padding: int = 0) -> object:
+    """weight (N, K) as int8 by channel, `padding` columns of zeros behind it, packed for an engine."""
+    code, scale = encode_weight(weight, 8)
+    code = nn.functional.pad(code, (0, padding)).contiguous()
+    with _engine(engine), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates the tensors that these operators still take their weights in
+        zeros = torch.zeros(len(scale), dtype=torch.int64)
+        coded = torch._make_per_channel_quantized_tensor(code, scale.double(), zeros, 0)
+        return torch.ops.quantized.linear_prepack(coded, None if bias is None else bias.detach().float())
+
+
+def _engine_lacks(weight: torch.Tensor, rows: int, name: str, engine: str) -> str | None:
+    if name == "fbgemm" and rows != 1:
+        return "fbgemm has one scale a call: it is offered for one row alone"
+    if weight.device.type != "cpu":
+        return f"{name} runs on the CPU, and the model is on {weight.device.type}"
+    engines = torch.backends.quantized.supported_engines
+    return None if engine in engines else f"{name} needs the engine {engine}; this torch has {', '.join(engines)}"
+
+
+def _fbgemm(linear: nn.Module) -> Product:
+    packed = _packed("x86", weight_of(linear), linear.bias)
+    return lambda x: torch.ops.quantized.linear_dynamic(x.float(), packed).to(x.dtype)
+
+
+def _fbgemm_reduced(linear: nn.Module) -> Product:
+    packed, of = _packed("x86", weight_of(linear)), torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+    return _by_rows(linear, lambda rows: of(rows, 1.0, 64, packed), greatest=63)
+
+
+def _qnnpack(linear: nn.Module) -> Product:
+    # It finds a scale of its own for each call. With the ends of the range in two columns that meet zeros it finds 1 and 128.
+    packed = _packed("qnnpack", weight_of(linear), padding=2)
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        ends = rows.new_tensor([-128.0, 127.0]).expand(len(rows), 2)
+        with _engine("qnnpack"):
+            return torch.ops.quantized.linear_dynamic(torch.cat([rows, ends], 1), packed)
+
+    return _by_rows(linear, product)
 
 
 KERNELS: dict[str, LinearKernel] = {
-    kernel.name: kernel for kernel in (_Float(), _BFloat16(), _IntMM(), _QLinear(), _WeightOnly(), _FBGemm())
+    kernel.name: kernel
+    for kernel in (
+        LinearKernel("float", lambda linear: linear.forward, bound=None),
+        LinearKernel("bfloat16", _bfloat16, _bfloat16_lacks, 2**-8),  # its sums may be rounded once
+        LinearKernel("int_mm", _int_mm, lambda weight, rows: no_int_mm(weight.device.type, *weight.shape)),
+        LinearKernel("qlinear", _qlinear, _qlinear_lacks),
+        LinearKernel("weight_only", _weight_only, _weight_only_lacks, 2**-12),  # it adds up 4096 products in float32
+        # One scale a call, from the least to the greatest value: half a step.
+        LinearKernel("fbgemm", _fbgemm, partial(_engine_lacks, name="fbgemm", engine="x86"), 2**-8, most_rows=1),
+    )
 }
 # int8 by tokens and channels, the best first: what PyTorch's own dynamic quantization uses where `int_mm` is not exact.
-DYNAMIC_INT8: tuple[LinearKernel, ...] = (KERNELS["int_mm"], _FBGemmReduced(), _QNNPack())
+DYNAMIC_INT8: tuple[LinearKernel, ...] = (
+    KERNELS["int_mm"],
+    LinearKernel("fbgemm_reduced", _fbgemm_reduced, partial(_engine_lacks, name="fbgemm_reduced", engine="x86"), codes=(-63, 63)),
+    LinearKernel("qnnpack", _qnnpack, partial(_engine_lacks, name="qnnpack", engine="qnnpack")),
+)
 
 
 ROWS = (1, 16, 256)  # what is measured; for one row, up to 64, and more

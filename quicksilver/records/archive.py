@@ -103,30 +103,19 @@ def described(frame: pd.DataFrame) -> dict[str, Any]:
 
 
 def names(folder: Path) -> list[str]:
-    """Fingerprints of the records in `folder`; none where it has no archive.
-
-    Raises:
-        ConfigError: the file is damaged.
-    """
+    """Fingerprints of the records in `folder`; none where it has no archive. Raises ConfigError: the file is damaged."""
     return list(_lines_of(folder))
 
 
 def text(folder: Path, fingerprint: str) -> str | None:
-    """The record's line; None: it is not there.
-
-    Raises:
-        ConfigError: the file is damaged.
-    """
+    """The record's line; None: it is not there. Raises ConfigError: the file is damaged."""
     line = _lines_of(folder).get(fingerprint)
     return None if line is None else line.decode()
 
 
 def windows(folder: Path, fingerprint: str, entry: Mapping[str, Any]) -> pd.DataFrame:
     """The record's windows as the run wrote them; `entry` is its `ENTRY`.
-
-    Raises:
-        ConfigError: the file is damaged, or its rows are not those of the record.
-    """
+    Raises ConfigError: the file is damaged, or its rows are not those of the record."""
     import pandas as pd
 
     path = folder / WINDOWS

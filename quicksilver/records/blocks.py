@@ -134,11 +134,7 @@ def packed(block: Block, seconds: float) -> bytes:
 
 
 def unpacked(file: bytes) -> tuple[Block, float]:
-    """What `packed` was given.
-
-    Raises:
-        ValueError: not a byte of it may have changed.
-    """
+    """What `packed` was given. Raises ValueError: not a byte of it may have changed."""
     from safetensors.torch import load
 
     from quicksilver.measure.perplexity import Block

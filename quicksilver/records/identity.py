@@ -76,10 +76,8 @@ def canonical(value: Any) -> Any:
 
 def foreign_sources(classes: Iterable[type]) -> dict[str, str]:
     """sha256 of the files that define `classes` and what they inherit from, by module name, this package's and Python's own left out.
-
-    Raises:
-        ConfigError: a class without source, typed at a prompt for instance: nothing would tell its next version from this one.
-    """
+    Raises ConfigError: a class without source, typed at a prompt for instance: nothing would tell its next version from this
+    one."""
     found = {}
     for cls in dict.fromkeys(base for one in classes for base in one.__mro__):
         top = cls.__module__.partition(".")[0]

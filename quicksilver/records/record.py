@@ -403,11 +403,8 @@ def _text(folder: Path) -> str:
 
 def record_of(folder: Path, content: Mapping[str, Any]) -> Record:
     """The record that `folder` is with this content of record.json.
-
-    Raises:
-        ConfigError: the content was changed after it was written, is not what its types say, contradicts itself, or a file is missing or
-            cut short.
-    """
+    Raises ConfigError: the content was changed after it was written, is not what its types say, contradicts itself, or a file
+    is missing or cut short."""
     if content.get(CHECKSUM) != checksum(content):
         raise _corrupt(folder, f"{RECORD} is not as it was written: its checksum is another")
     try:
@@ -493,10 +490,7 @@ def _finite(text: str) -> float:
 
 def check_files(record: Record) -> None:
     """Compare every file of a record with the digest that was written with it.
-
-    Raises:
-        ConfigError: one is not the file that was recorded.
-    """
+    Raises ConfigError: one is not the file that was recorded."""
     _ = record._whole
 
 

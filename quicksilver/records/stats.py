@@ -180,11 +180,7 @@ def paired_records(
 def pairs_of(
     record: Record, baseline: Record, column: str = "nll_nats", baseline_column: str = "nll_nats"
 ) -> tuple[NDArray[np.float64], ...]:
-    """Nats and tokens of each window of a record, then of its baseline, (W,) each.
-
-    Raises:
-        ConfigError: as `paired_records`.
-    """
+    """Nats and tokens of each window of a record, then of its baseline, (W,) each. Raises ConfigError: as `paired_records`."""
     if record.data.token_digest != baseline.data.token_digest or record.protocol != baseline.protocol:
         raise ConfigError(
             f"{record.path} and {baseline.path} scored different text, or by different protocols: they do not pair."
@@ -211,10 +207,7 @@ def check_pairs(record: Record, baseline: Record, column: str = "nll_nats", base
 
 def sign_flip_p(differences: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0) -> float:
     """How often paired differences (W,) whose signs are tossed have a mean as far from 0 as these: a two-sided permutation test.
-
-    Raises:
-        ConfigError: fewer than 8 windows, numbers that are not finite.
-    """
+    Raises ConfigError: fewer than 8 windows, numbers that are not finite."""
     values = np.sort(np.asarray(differences, dtype=np.float64))
     if len(values) < MIN_WINDOWS or not np.isfinite(values).all():
         raise ConfigError(f"a test needs at least {MIN_WINDOWS} windows with finite numbers; there are {len(values)}.")

@@ -58,10 +58,7 @@ class TimedProcess:
 
 def timed_processes(root: Path) -> list[TimedProcess]:
     """All below the results folder `root`, the oldest first.
-
-    Raises:
-        ConfigError: a file that is none, or whose times cannot be.
-    """
+    Raises ConfigError: a file that is none, or whose times cannot be."""
     found = [_read(path, path.stat().st_mtime_ns) for path in sorted((root / TIMES).glob("*.json"))]
     return sorted(found, key=lambda one: one.started)
 

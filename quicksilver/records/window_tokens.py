@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 def window_tokens(record: Record, window: int) -> list[str]:
     """The tokens of one window, (N,).
-
-    Raises:
-        ConfigError: text or tokenizer cannot be had, or they are not those of the record.
-    """
+    Raises ConfigError: text or tokenizer cannot be had, or they are not those of the record."""
     config = record.config
     model, dataset = (json.dumps(config[group]) for group in ("model", "dataset"))
     ids, tokenizer = _windows(model, dataset, config["data"]["root"], record.protocol.window_tokens, record.data.token_digest)

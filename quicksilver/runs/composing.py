@@ -43,10 +43,7 @@ MOST_NODES = 100_000  # values of a yaml
 @contextmanager
 def hydra_started(extra_dirs: Sequence[Path] = ()) -> Iterator[Hydra]:
     """Inside the block, Hydra composes from conf/ and from folders of the user's own; a Hydra that ran before is back after it.
-
-    Raises:
-        ConfigError: a folder that is not there, or a file in it that is no yaml.
-    """
+    Raises ConfigError: a folder that is not there, or a file in it that is no yaml."""
     for folder in extra_dirs:
         _check_folder(folder)
     Plugins.instance()  # finds the launchers that are installed
@@ -94,11 +91,7 @@ def composed(overrides: Sequence[str], extra_dirs: Sequence[Path], stamp: int) -
 
 
 def by_hydra(overrides: Sequence[str], extra_dirs: Sequence[Path] = ()) -> DictConfig:
-    """All words in one go.
-
-    Raises:
-        ConfigError: as `composed`.
-    """
+    """All words in one go. Raises ConfigError: as `composed`."""
     with hydra_started(extra_dirs):
         cfg = with_settings(overrides, extra_dirs)
     with open_dict(cfg):
@@ -108,10 +101,7 @@ def by_hydra(overrides: Sequence[str], extra_dirs: Sequence[Path] = ()) -> DictC
 
 def with_settings(overrides: Sequence[str], extra_dirs: Sequence[Path]) -> DictConfig:
     """The same with the section `hydra`, within `hydra_started`. Hydra calls nothing while it composes, so what it would call is checked here.
-
-    Raises:
-        ConfigError: as `composed`, or a class in the section `hydra` that is not Hydra's own.
-    """
+    Raises ConfigError: as `composed`, or a class in the section `hydra` that is not Hydra's own."""
     check_words(overrides, extra_dirs)
     try:
         cfg = hydra_compose("run", list(overrides), return_hydra_config=True)
@@ -168,10 +158,7 @@ def quoted(overrides: Sequence[str]) -> list[str]:
     The keys of predicted_kv are those of its old name, which records have.
 
     Lists, mappings and interpolations stay as they are, but for a template, `{sentence} It was`; and so does what is no key=value.
-
-    Raises:
-        ConfigError: a value without a key.
-    """
+    Raises ConfigError: a value without a key."""
     for override in overrides:
         if override.startswith("="):
             raise ConfigError(f"{override!r} is not an override: write key=value, for instance model=gpt2.")
@@ -180,10 +167,7 @@ def quoted(overrides: Sequence[str]) -> list[str]:
 
 def searched(overrides: Sequence[str]) -> tuple[list[Path], list[str]]:
     """The folders of `hydra.searchpath=[file:///folder]`, and all other words.
-
-    Raises:
-        ConfigError: no list of folders that are there.
-    """
+    Raises ConfigError: no list of folders that are there."""
     folders, rest = list[Path](), list[str]()
     for word in overrides:
         if not word.startswith("hydra.searchpath="):
@@ -236,11 +220,7 @@ def _is_value(override: Override) -> bool:
 
 def check_words(overrides: Sequence[str], extra_dirs: Sequence[Path] = ()) -> None:
     """Refuse words that Hydra answers with a traceback (a group that is given a number or nothing) or wrongly (two modules with one key, which
-    it would merge into one).
-
-    Raises:
-        ConfigError: names the word.
-    """
+    it would merge into one). Raises ConfigError: names the word."""
     for text in overrides:
         try:
             override = parsed(text)
@@ -292,10 +272,7 @@ def _check_selected(selected: Sequence[str], folders: Sequence[Path]) -> None:
 
 def _check_folder(folder: Path) -> None:
     """Check the yaml files of a folder of the user's own before Hydra reads them.
-
-    Raises:
-        ConfigError: there is no such folder, or a file in it is no yaml.
-    """
+    Raises ConfigError: there is no such folder, or a file in it is no yaml."""
     if not folder.is_dir():
         raise ConfigError(f"--config-dir {folder}: there is no such folder.")
     for path in sorted((*folder.rglob("*.yaml"), *folder.rglob("*.yml"))):
@@ -344,10 +321,7 @@ def _of_no_use(path: Path, folder: Path, content: Any) -> str:
 
 def check_yaml(path: Path) -> None:
     """Refuse a yaml whose aliases stand for more than it has: a few lines may stand for terabytes.
-
-    Raises:
-        OSError: as `read_bytes`. YAMLError, ValueError: it is no yaml in UTF-8, or far larger than it looks.
-    """
+    Raises OSError: as `read_bytes`. YAMLError, ValueError: it is no yaml in UTF-8, or far larger than it looks."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node) -> int:

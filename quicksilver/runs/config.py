@@ -239,10 +239,7 @@ def schedules_file(config: RunConfig) -> Path:
 
 def run_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     """Make what Hydra composed a `RunConfig`, and check it.
-
-    Raises:
-        ConfigError: keys added with `+` that mean nothing, a missing value, a value out of range.
-    """
+    Raises ConfigError: keys added with `+` that mean nothing, a missing value, a value out of range."""
     try:
         _refuse_unknown_keys(cfg, RunConfig())
         config = OmegaConf.to_object(cfg)
@@ -270,10 +267,7 @@ def _refuse_unknown_keys(node: DictConfig, schema: Any, prefix: str = "") -> Non
 
 def check(config: RunConfig) -> None:
     """Check ranges and choices of the values that no class of ours checks by itself.
-
-    Raises:
-        ConfigError: names the key, the value and what is allowed.
-    """
+    Raises ConfigError: names the key, the value and what is allowed."""
     dataset, model = config.dataset, config.model
     for key, allowed in CHOICES.items():
         value = attrgetter(key)(config)

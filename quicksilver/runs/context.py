@@ -104,10 +104,7 @@ class RunContext:
 
     def overlap_pct(self, config: RunConfig) -> float:
         """Percent of the scored text's runs of 13 words that the calibration text has, too.
-
-        Raises:
-            ConfigError: more than `MOST_OVERLAP_PCT`: thresholds would be calibrated on what is scored.
-        """
+        Raises ConfigError: more than `MOST_OVERLAP_PCT`: thresholds would be calibrated on what is scored."""
         scored, other = self.text(config, "test"), self.text(config, "calibration")
         found = self._once(("overlap", scored.digest, other.digest), lambda: shared_pct(scored.text, other.text))
         if found > MOST_OVERLAP_PCT and config.dataset.part == "test":
@@ -311,10 +308,7 @@ def calibration_provenance(
 
 def texts_of(path: Path) -> Texts:
     """The texts that a file of maps, schedules, gates or a lens was made on, with how many windows of each.
-
-    Raises:
-        ConfigError: the file does not say.
-    """
+    Raises ConfigError: the file does not say."""
     try:
         if path.suffix == ".yaml":
             windows = yaml.safe_load(path.read_text(encoding="utf-8"))["chosen_on"]["windows"]

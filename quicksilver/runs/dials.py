@@ -80,10 +80,7 @@ class Dial:
 
 def load_dial(name: str) -> Dial:
     """The dial of conf/budget/NAME.yaml, or of a yaml of the user's own.
-
-    Raises:
-        ConfigError: there is none, or it says something else.
-    """
+    Raises ConfigError: there is none, or it says something else."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else config_dir() / "budget" / f"{name}.yaml"
     if not path.is_file():
         raise ConfigError(f"There is no dial {name}. There are: {', '.join(choices('budget'))}; or give a yaml file of your own.")
@@ -126,10 +123,7 @@ class Budget(Options):
 
     def reached(self, record: Record, dense: Record) -> float:
         """What a record saves, or costs, in percent of dense.
-
-        Raises:
-            ConfigError: the protocol has no prompt, or too few windows for an interval.
-        """
+        Raises ConfigError: the protocol has no prompt, or too few windows for an interval."""
         if self.kind == "cost":
             paired = paired_records(record, dense)
             return paired.relative_pct_high if self.sure else paired.relative_pct
@@ -303,10 +297,7 @@ def frozen_overrides(found: Fit, yaml: Path) -> tuple[str, ...]:
 
 def note(found: Fit, path: Path) -> None:
     """Put what was found into a yaml of many searches: model, dial, budget -> `Fit.entry`.
-
-    Raises:
-        ConfigError: the file is none of these.
-    """
+    Raises ConfigError: the file is none of these."""
     try:
         there = yaml.safe_load(read_bytes(path)) if path.exists() else {}
         own = there.setdefault(found.config.model.name, {}).setdefault(found.dial.name, {})

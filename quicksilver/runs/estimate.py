@@ -68,10 +68,7 @@ class Estimate:
 
 def shape_of(config: ModelConfig, root: Path | None = None) -> Architecture:
     """A model's adapter over tensors without memory.
-
-    Raises:
-        ConfigError: its config.json is nowhere, and it is no model whose shape the package knows.
-    """
+    Raises ConfigError: its config.json is nowhere, and it is no model whose shape the package knows."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -296,11 +293,7 @@ def _whole(config: RunConfig, context: RunContext, fetch: bool) -> int:
 
 def check_time(configs: Sequence[RunConfig], yes: bool) -> None:
     """Print what runs would take that take long, and refuse them unless that was agreed to. Of models of the package, which are small, nothing
-    is asked; of what cannot be known before, nothing is said.
-
-    Raises:
-        ConfigError: more than an hour without `yes`.
-    """
+    is asked; of what cannot be known before, nothing is said. Raises ConfigError: more than an hour without `yes`."""
     asked = [config for config in configs if not config.model.path.startswith("embedded:")]
     hours = 0.0
     with suppress(ConfigError):

@@ -61,10 +61,7 @@ class Job:
 
     def planned(self, context: RunContext) -> Plan:
         """Its plan, made if it has none, with that context.
-
-        Raises:
-            QuickSilverError: model or text cannot be had, or a record is not whole.
-        """
+        Raises QuickSilverError: model or text cannot be had, or a record is not whole."""
         from quicksilver.runs.run import plan
 
         assert self.config is not None
@@ -165,10 +162,7 @@ def run_missing(
 
 def run_context(shared: RunConfig | None, jobs: Sequence[Job] = ()) -> RunContext:
     """That of the plans that jobs have, or a new one, at which the model and the text of `shared` can be had.
-
-    Raises:
-        QuickSilverError: they cannot.
-    """
+    Raises QuickSilverError: they cannot."""
     from quicksilver.runs.context import RunContext
     from quicksilver.runs.run import plan
 
@@ -330,11 +324,7 @@ def _alone(config: RunConfig) -> bool:
 
 def make_side_by_side(jobs: Sequence[Job], workers: int | None = None, *, watch: Watch | None = None) -> None:
     """Make records of `jobs` that are missing and may be made side by side, in so many `workers` (None: one a core; 1: nothing is made here). What
-    fails is left as it was: `run_missing` tries it again, and says why.
-
-    Raises:
-        ConfigError: fewer than one worker.
-    """
+    fails is left as it was: `run_missing` tries it again, and says why. Raises ConfigError: fewer than one worker."""
     from quicksilver.runs.run import Progress
 
     if workers is not None and workers < 1:

@@ -59,11 +59,8 @@ def workers_of(settings: DictConfig, asked: int | None) -> int:
 
 def check_launcher(settings: DictConfig, configs: Iterable[RunConfig], results_dir: Path, asked: int | None = None) -> int:
     """How many workers a sweep with this section `hydra` gets; `asked`: None: as the launcher's yaml says.
-
-    Raises:
-        ConfigError: the launcher's package, Slurm or the partition is not there; runs that are timed would share a machine; workers could
-            not see the results folder.
-    """
+    Raises ConfigError: the launcher's package, Slurm or the partition is not there; runs that are timed would share a machine;
+    workers could not see the results folder."""
     name, launcher = launcher_name(settings), settings.launcher
     if name == SERIAL:
         if asked not in (None, 1):
@@ -96,11 +93,8 @@ def check_launcher(settings: DictConfig, configs: Iterable[RunConfig], results_d
 
 
 def _check_slurm(partition: str | None, results_dir: Path) -> None:
-    """
-    Raises:
-        ConfigError: no Slurm on this machine, one that does not answer, no such partition, or a results folder in this machine's memory
-            where the nodes are others.
-    """
+    """Raises ConfigError: no Slurm on this machine, one that does not answer, no such partition, or a results folder in this
+    machine's memory where the nodes are others."""
     if shutil.which("sbatch") is None:
         raise ConfigError("hydra/launcher=submitit_slurm: this machine has no sbatch. Start it where Slurm is, or use joblib.")
     there = _sinfo("--format=%R")

@@ -46,10 +46,7 @@ T = TypeVar("T")
 
 def target_class(key: str, entry: Any, base: type[T]) -> type[T]:
     """The class behind the section `key` of a config, such as `modules.halting`, whose `_target_: package.module.Class` names it.
-
-    Raises:
-        ConfigError: no `_target_`, or as `named_class`. Nothing was called then.
-    """
+    Raises ConfigError: no `_target_`, or as `named_class`. Nothing was called then."""
     if not isinstance(entry, Mapping) or not isinstance(entry.get("_target_"), str):
         if isinstance(entry, Mapping):
             raise ConfigError(f"{key} has no class: its yaml lacks the line `_target_: package.module.Class`.")
@@ -60,10 +57,7 @@ def target_class(key: str, entry: Any, base: type[T]) -> type[T]:
 
 def named_class(key: str, target: str, base: type[T]) -> type[T]:
     """The class that the option `key` names. Files in the present folder are found too, after all others.
-
-    Raises:
-        ConfigError: nothing there, no class, or a class that is no subclass of `base`. Nothing was called then.
-    """
+    Raises ConfigError: nothing there, no class, or a class that is no subclass of `base`. Nothing was called then."""
     where = f"{key}={target}"
     module, _, name = target.rpartition(".")
     if not all(part.isidentifier() for part in target.split(".")) or not module:
@@ -230,10 +224,7 @@ SourcesRegistry.instance().types[FileConfigSource.scheme()] = FileConfigSource
 
 def module_class(name: str, entry: Any) -> type[RuntimeModule]:
     """The class behind `modules.NAME`, named by its `_target_`; nothing is built.
-
-    Raises:
-        ConfigError: no `_target_`, or no runtime module there.
-    """
+    Raises ConfigError: no `_target_`, or no runtime module there."""
     from quicksilver.runtime.module import RuntimeModule
 
     return target_class(f"modules.{name}", entry, RuntimeModule)
@@ -345,10 +336,7 @@ PLAIN_KEYS = ("name", "batch_windows")  # of `measure`; all others are measureme
 
 def is_on(name: str, entry: Any) -> bool:
     """Whether an entry of `measure` is a measurement that takes part.
-
-    Raises:
-        ConfigError: neither a measurement nor switched off.
-    """
+    Raises ConfigError: neither a measurement nor switched off."""
     if name in PLAIN_KEYS or entry is None or entry is False:
         return False
     if entry is True:
@@ -360,11 +348,7 @@ def is_on(name: str, entry: Any) -> bool:
 
 
 def measurement_class(name: str, entry: Any) -> type[Measurement]:
-    """The class behind `measure.NAME`.
-
-    Raises:
-        ConfigError: no `_target_`, nothing importable there, or no measurement.
-    """
+    """The class behind `measure.NAME`. Raises ConfigError: no `_target_`, nothing importable there, or no measurement."""
     found = target_class(f"measure.{name}", entry, Measurement)  # type: ignore[type-abstract]
     if not dataclasses.is_dataclass(found):
         raise ConfigError(f"measure.{name}._target_={entry['_target_']} is no dataclass: its fields would be the options.")
@@ -373,10 +357,7 @@ def measurement_class(name: str, entry: Any) -> type[Measurement]:
 
 def build_measurements(entries: Mapping[str, Any]) -> dict[str, Measurement]:
     """The measurements of a config that take part, by name and in their order; quality is the first.
-
-    Raises:
-        ConfigError: an option that the class does not have (with a suggestion), a value of the wrong type.
-    """
+    Raises ConfigError: an option that the class does not have (with a suggestion), a value of the wrong type."""
     return {name: _measurement(name, entry) for name, entry in entries.items() if is_on(name, entry)}
 
 

@@ -33,10 +33,8 @@ _said: set[str] = set()
 
 def resolved(config: RunConfig) -> RunConfig:
     """The config in the fastest plain format; one that does not ask for it is returned as it is.
-
-    Raises:
-        ConfigError: a module fixes the format or the attention, the model is cut among processes, or its checkpoint is quantised.
-    """
+    Raises ConfigError: a module fixes the format or the attention, the model is cut among processes, or its checkpoint is
+    quantised."""
     if config.precision is None:
         return config
     context = RunContext()
@@ -97,10 +95,7 @@ def _is_whole(found: object) -> bool:
 
 def measured(loaded: Loaded, prompt_tokens: int) -> dict[str, float]:
     """Median milliseconds of a pass over `BATCH` prompts by candidate, `float32 sdpa` …; what does not run here is left out.
-
-    Raises:
-        ConfigError: not even float32 with sdpa runs.
-    """
+    Raises ConfigError: not even float32 with sdpa runs."""
     import torch
 
     from quicksilver.measure.latency import alternate, shared_weight_copy

@@ -138,10 +138,7 @@ def joined(plans: Sequence[Plan]) -> Plan:
 
 def check_allowed_by_protocol(config: RunConfig) -> None:
     """Refuse, before anything is loaded, options and modules that the protocol does not take.
-
-    Raises:
-        ConfigError: names the value and the ways out.
-    """
+    Raises ConfigError: names the value and the ways out."""
     from quicksilver.measure.perplexity import check_allowed
     from quicksilver.runtime.module import check_together
 
@@ -328,10 +325,7 @@ def _may_share(config: RunConfig) -> bool:
 
 def check_shared(configs: Iterable[RunConfig], why: str) -> None:
     """Refuse runs whose windows processes cannot share, `why` they would.
-
-    Raises:
-        ConfigError: a clock is read, or records=checked.
-    """
+    Raises ConfigError: a clock is read, or records=checked."""
     for config in configs:
         if not _may_share(config):
             timed = timed_measurements(config)

@@ -122,10 +122,7 @@ class Manifest:
         return tuple(dict.fromkeys(text.partition("=")[0] for run in self.runs for text in run.differing))
 
     def check_same(self, there: Manifest, folder: Path, fixed: Sequence[str]) -> None:
-        """
-        Raises:
-            ConfigError: the manifest of that name in `folder` has other runs.
-        """
+        """Raises ConfigError: the manifest of that name in `folder` has other runs."""
         how = ""
         if self.total is not None:  # runs are drawn: all have the same fixed overrides
             rests = [[word for word in run.overrides if word not in run.differing] for run in there.runs]
@@ -193,10 +190,7 @@ def expanded(words: Sequence[str], params: Sequence[str], loader: Any = None) ->
 
 def sweep_jobs(experiment: str) -> list[tuple[str, ...]]:
     """The jobs of `quicksilver run -m experiment=NAME`, each as overrides, in Hydra's order.
-
-    Raises:
-        ConfigError: there is no such experiment, or it sweeps nothing.
-    """
+    Raises ConfigError: there is no such experiment, or it sweeps nothing."""
     path = config_dir() / "experiment" / f"{experiment}.yaml"
     if not path.is_file():
         raise ConfigError(no_such_choice("experiment", experiment))
@@ -214,11 +208,7 @@ def _sweep_jobs(path: Path, changed_ns: int) -> tuple[tuple[str, ...], ...]:
 
 
 def check_name(name: str) -> str:
-    """The name of a sweep, which is that of its folder.
-
-    Raises:
-        ConfigError: no folder can be called so.
-    """
+    """The name of a sweep, which is that of its folder. Raises ConfigError: no folder can be called so."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"name={name!r}: the name of a sweep is a folder: letters, digits, and . _ + - between them.")
     return name
@@ -243,10 +233,7 @@ class Sweep:
 
     @classmethod
     def load(cls, results_dir: Path | str, name: str) -> Sweep:
-        """
-        Raises:
-            ConfigError: there is no sweep of that name; those there are are named. Or its manifest is damaged.
-        """
+        """Raises ConfigError: there is no sweep of that name; those there are are named. Or its manifest is damaged."""
         folder = Path(results_dir) / FOLDER / check_name(name)
         try:
             return cls(results_dir, _read(folder / MANIFEST))
@@ -257,10 +244,8 @@ class Sweep:
 
     def create(self, fixed: Sequence[str] = ()) -> None:
         """Write the manifest, or find it: the same command resumes its sweep, with the runs that were drawn before.
-
-        Raises:
-            ConfigError: there is a sweep of that name with other runs; of one whose runs are drawn, with other `fixed` overrides.
-        """
+        Raises ConfigError: there is a sweep of that name with other runs; of one whose runs are drawn, with other `fixed`
+        overrides."""
         with suppress(FileNotFoundError):
             there = _read(self.folder / MANIFEST)
             self.manifest.check_same(there, self.folder, fixed)
@@ -283,11 +268,7 @@ class Sweep:
 
     @contextmanager
     def driver_lock(self) -> Iterator[None]:
-        """Within, this process is the only one that launches the runs of the sweep.
-
-        Raises:
-            ConfigError: another one lives.
-        """
+        """Within, this process is the only one that launches the runs of the sweep. Raises ConfigError: another one lives."""
         path = self.folder / HEAD
         held = self.store.take(path)
         if held is None:

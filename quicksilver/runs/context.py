@@ -78,18 +78,17 @@ class RunContext:
 
     def files(self, config: RunConfig) -> tuple[ModelFiles, str]:
         """A model's files and their digest."""
-        return self._once(("files", _key(config.model), config.data.root), lambda: self._files(config))
 
-    def _files(self, config: RunConfig) -> tuple[ModelFiles, str]:
-        files, store = locate(config.model, _root(config)), Store(config.results_dir)
-        remembered = {
-            path: digest for path, digest in read_object(store.root / _DIGESTS).items() if _DIGEST.fullmatch(str(digest))
-        }
-        known = len(remembered)
-        digest = weights_digest(files.folder, remembered)
-        if len(remembered) > known:
-            store.write_cache(_DIGESTS, remembered)
-        return files, digest
+        def found() -> tuple[ModelFiles, str]:
+            files, store = locate(config.model, _root(config)), Store(config.results_dir)
+            kept = read_object(store.root / _DIGESTS)
+            remembered = {path: digest for path, digest in kept.items() if _DIGEST.fullmatch(str(digest))}
+            known, digest = len(remembered), weights_digest(files.folder, remembered)
+            if len(remembered) > known:
+                store.write_cache(_DIGESTS, remembered)
+            return files, digest
+
+        return self._once(("files", _key(config.model), config.data.root), found)
 
     def model(self, config: RunConfig) -> Loaded:
         """The model of a config; the one before it is let go first."""
@@ -98,7 +97,8 @@ class RunContext:
             self._loaded = self._dense = None
             adapter = _adapter(config)
             loaded = load(config.model, self.files(config)[0])
-            _check_adapter(adapter, loaded)
+            if adapter is not None:
+                _check_adapter(adapter, loaded)
             self._loaded = (key, loaded)
         return self._loaded[1]
 
@@ -141,28 +141,26 @@ class RunContext:
 
     def kernel_choices(self, config: RunConfig) -> Choices:
         """Which kernels are fastest for this model on this machine: as kept in the results folder, else measured."""
-        key = ("kernels", self.files(config)[1], config.model.dtype, config.model.device_map, config.threads, config.results_dir)
-        return self._once(key, lambda: self._kernel_choices(config))
-
-    def _kernel_choices(self, config: RunConfig) -> Choices:
-        """A new measurement says in one line what it chose; kernels that this version has not are chosen again."""
         from quicksilver.runtime.architecture import architecture_of
         from quicksilver.runtime.quantized.kernels import KERNELS, Choices, choose, linears_of, machine
 
         def is_whole(kept: Any) -> bool:
             with suppress(Mistyped):
                 return set(decoded(Choices, kept).by_kind.values()) <= set(KERNELS)
-            return False
+            return False  # this version has other kernels: they are chosen again
 
         def chosen() -> dict[str, Any]:
             found = choose(linears_of(architecture_of(self.model(config).model).layers))
             print(f"Kernels for {config.model.name} on {machine()}: {found.line()}", file=sys.stderr, flush=True)
             return encoded(found)
 
-        key = f"{self.files(config)[1]} {config.model.dtype} {config.model.device_map}"
-        with torch_threads(config.threads):
-            store = Store(config.results_dir)
-            return decoded(Choices, store.on_this_machine(_KERNELS, machine(), key, is_whole, chosen))
+        def kept() -> Choices:
+            with torch_threads(config.threads):
+                store = Store(config.results_dir)
+                return decoded(Choices, store.on_this_machine(_KERNELS, machine(), " ".join(of), is_whole, chosen))
+
+        of = (self.files(config)[1], config.model.dtype, config.model.device_map)
+        return self._once(("kernels", *of, config.threads, config.results_dir), kept)
 
     def fingerprint(self, config: RunConfig) -> str:
         return self.identity(config).fingerprint
@@ -174,18 +172,18 @@ class RunContext:
     def _identity(self, config: RunConfig) -> Identity:
         from quicksilver.runtime.quantized.kernels import ChoosesKernels
 
-        modules = build_modules(config.modules)
-        text = self.text(config, "test")
+        modules, text = build_modules(config.modules), self.text(config, "test")
         digests = {"text": text.digest, "weights": self.files(config)[1]}
         if text.annotation is not None:
             digests["annotation"] = text.annotation.digest
-        if any(asks_for_calibration(module) for module in modules):
-            digests["calibration_text"] = self.text(config, "calibration").digest
-            if config.dataset.part == "test" and digests["calibration_text"] == digests["text"]:
+        if any(map(asks_for_calibration, modules)):
+            calibrating = self.text(config, "calibration")
+            digests["calibration_text"] = calibrating.digest
+            if config.dataset.part == "test" and calibrating.digest == text.digest:
                 raise ConfigError(
-                    f"dataset={config.dataset.name}: thresholds would be calibrated on the text that is scored "
-                    f"({self.text(config, 'calibration').source}). Give another text as dataset.files.calibration, or numbers for the "
-                    "thresholds; dataset.part=calibration scores the calibrating part on purpose."
+                    f"dataset={config.dataset.name}: thresholds would be calibrated on the text that is scored ({calibrating.source}). "
+                    "Give another text as dataset.files.calibration, or numbers for the thresholds; dataset.part=calibration scores the "
+                    "calibrating part on purpose."
                 )
         digests |= self._files_read(config)
         for name, module in zip(sorted(config.modules), modules, strict=True):
@@ -193,9 +191,8 @@ class RunContext:
                 digests[f"kernels.{name}"] = self.kernel_choices(config).digest
         classes: list[type] = [module_class(name, entry) for name, entry in config.modules.items()]
         classes += [measurement_class(name, entry) for name, entry in config.measure.items() if is_on(name, entry)]
-        adapter = _adapter(config)
-        sources = foreign_sources([*classes, *([adapter] if adapter else [])])
-        return Identity(config.identity(), digests, sources, numerics.VERSION)
+        classes += filter(None, [_adapter(config)])
+        return Identity(config.identity(), digests, foreign_sources(classes), numerics.VERSION)
 
     def _files_read(self, config: RunConfig) -> dict[str, str]:
         """Digests of the files that modules and measurements read: calibrations, maps, schedules, gates, lenses."""
@@ -229,11 +226,10 @@ def _adapter(config: RunConfig) -> type[Architecture] | None:
     return named_class("model.adapter", config.model.adapter, Architecture) if config.model.adapter else None  # type: ignore[type-abstract]
 
 
-def _check_adapter(adapter: type[Architecture] | None, loaded: Loaded) -> None:
+def _check_adapter(adapter: type[Architecture], loaded: Loaded) -> None:
     from quicksilver.runtime.architecture import architecture_of
 
-    found = type(architecture_of(loaded.model))
-    if adapter is not None and found is not adapter:
+    if (found := type(architecture_of(loaded.model))) is not adapter:
         raise ConfigError(
             f"model.adapter: {adapter.__name__} serves the model types {', '.join(adapter.model_types)}, and this model is of "
             f"{loaded.model.config.model_type}, which {found.__name__} serves. Leave model.adapter out, or name that type in the class."
@@ -267,9 +263,8 @@ def timed_measurements(config: RunConfig) -> list[str]:
 def asks_for_calibration(module: Any) -> bool:
     from quicksilver.modules.calibration import Calibrated, Fitted
 
-    return (isinstance(module, Calibrated) and bool(module.calibration_signals())) or (
-        isinstance(module, Fitted) and not module.fitted
-    )
+    asks = isinstance(module, Calibrated) and bool(module.calibration_signals())
+    return asks or (isinstance(module, Fitted) and not module.fitted)
 
 
 # --- what was set before a run, and on which texts --------------------------------------------------------------------------------
@@ -337,11 +332,7 @@ def _by_digest(folders: Iterable[Path]) -> dict[str, Path]:
 
 
 def environment(other_runs: Sequence[str] = ()) -> EnvironmentEntry:
-    """The machine and the libraries, for the record.
-
-    Args:
-        other_runs: made on this machine meanwhile.
-    """
+    """The machine and the libraries, for the record, with the runs that were made on this machine meanwhile."""
     import psutil
     import torch
     import transformers
@@ -362,8 +353,7 @@ def environment(other_runs: Sequence[str] = ()) -> EnvironmentEntry:
 
 def job() -> str | None:
     """`slurm 17_3 on node5, 4 of 64 cores`; the whole node is said to be one."""
-    job = os.environ.get("SLURM_JOB_ID")
-    if job is None:
+    if (job := os.environ.get("SLURM_JOB_ID")) is None:
         return None
     cores = os.environ.get("SLURM_CPUS_ON_NODE", "")
     whole = cores.isdecimal() and int(cores) >= (os.cpu_count() or 1)

@@ -32,26 +32,30 @@ _said: set[str] = set()
 
 
 def resolved(config: RunConfig) -> RunConfig:
-    """The config in the fastest plain format; one that does not ask for it is returned as it is.
+    """The config, which asks for it, in the fastest plain format.
     Raises ConfigError: a module fixes the format or the attention, the model is cut among processes, or its checkpoint is
     quantised."""
-    if config.precision is None:
-        return config
-    context = RunContext()
+    from quicksilver.runtime.quantized.kernels import machine
+
+    context, prompt = RunContext(), config.protocol.prompt_tokens
     files, digest = context.files(config)
     _check(config, read_object(files.folder / "config.json"))
+    plain = replace(config, model=replace(config.model, dtype="float32", attn_implementation="sdpa"))
+    key = f"{digest} {config.model.device_map} {BATCH}x{prompt}"
     with torch_threads(config.threads):
-        times_ms = _times_ms(config, digest, context)
-    fastest = min(times_ms, key=lambda name: times_ms[name])
+        times_ms: dict[str, float] = Store(config.results_dir).on_this_machine(
+            _KEPT, machine(), key, _is_whole, lambda: measured(context.model(plain), prompt)
+        )
+    fastest, *_ = ranked = sorted(times_ms, key=lambda name: times_ms[name])
     chosen = fastest if times_ms[fastest] * GAIN < times_ms[PLAIN] else PLAIN
-    said = ", ".join(f"{name} {ms:.1f} ms" for name, ms in sorted(times_ms.items(), key=lambda item: item[1]))
+    said = ", ".join(f"{name} {times_ms[name]:.1f} ms" for name in ranked)
     if (line := f"precision=fastest: {chosen} for {config.model.name}. {BATCH} prompts take: {said}.") not in _said:
         _said.add(line)
         print(line, file=sys.stderr, flush=True)
     number_format, attention = chosen.split()
-    dtype = "float32" if number_format == "int8" else number_format
-    modules = dict([module_entry("int8_dynamic")]) if number_format == "int8" else {}
-    model = replace(config.model, dtype=dtype, attn_implementation=attention)
+    integer = number_format == "int8"
+    model = replace(config.model, dtype="float32" if integer else number_format, attn_implementation=attention)
+    modules = dict([module_entry("int8_dynamic")]) if integer else {}
     return replace(config, model=model, modules={**modules, **config.modules}, precision=None)
 
 
@@ -61,36 +65,18 @@ def _check(config: RunConfig, of_checkpoint: Mapping[str, object]) -> None:
         if module.number_format != "float32" or name == "block_attention":
             fixes = "the attention" if name == "block_attention" else f"the number format ({module.number_format})"
             raise ConfigError(f"{asked}: modules.{name} fixes {fixes}. Leave one of the two out.")
-    if config.model.parallel is not None:
-        raise ConfigError(
-            f"{asked}: one process measures, and model.parallel={config.model.parallel}. Give model.dtype=bfloat16."
-        )
+    if (parallel := config.model.parallel) is not None:
+        raise ConfigError(f"{asked}: one process measures, and model.parallel={parallel}. Give model.dtype=bfloat16.")
     if "quantization_config" in of_checkpoint:
         raise ConfigError(f"{asked}: the checkpoint of model={config.model.name} is quantised already. Leave {asked} out.")
-
-
-def _times_ms(config: RunConfig, digest: str, context: RunContext) -> dict[str, float]:
-    """Median milliseconds of a pass by candidate: as kept in the results folder, else measured."""
-    from quicksilver.runtime.quantized.kernels import machine
-
-    prompt = config.protocol.prompt_tokens
-    plain = replace(config, model=replace(config.model, dtype="float32", attn_implementation="sdpa"))
-    key = f"{digest} {config.model.device_map} {BATCH}x{prompt}"
-    found: dict[str, float] = Store(config.results_dir).on_this_machine(
-        _KEPT, machine(), key, _is_whole, lambda: measured(context.model(plain), prompt)
-    )
-    return found
 
 
 def _is_whole(found: object) -> bool:
     """Whether the file, which anybody may have edited, holds times of candidates."""
     names = {f"{number_format} {attention}" for number_format in FORMATS for attention in ("sdpa", "eager")}
-    return (
-        isinstance(found, dict)
-        and PLAIN in found
-        and names.issuperset(found)
-        and all(isinstance(ms, float) and math.isfinite(ms) and ms > 0 for ms in found.values())
-    )
+    if not isinstance(found, dict) or PLAIN not in found or not names.issuperset(found):
+        return False
+    return all(isinstance(ms, float) and math.isfinite(ms) and ms > 0 for ms in found.values())
 
 
 def measured(loaded: Loaded, prompt_tokens: int) -> dict[str, float]:

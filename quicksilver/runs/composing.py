@@ -47,7 +47,10 @@ def hydra_started(extra_dirs: Sequence[Path] = ()) -> Iterator[Hydra]:
     for folder in extra_dirs:
         _check_folder(folder)
     Plugins.instance()  # finds the launchers that are installed
-    _drop_plugin_schemas()
+    # Their entries know neither `workers` nor `exclusive`: the files of conf/hydra stand in for those of the same name.
+    store = ConfigStore.instance().repo.get("hydra", {})
+    for file in (config_dir() / "hydra").glob("*/*.yaml"):
+        store.get(file.parent.name, {}).pop(file.name, None)
     path = create_config_search_path(str(config_dir()))
     for folder in extra_dirs:
         path.prepend("command-line", f"file://{folder.absolute()}", anchor="schema")  # which stays last
@@ -60,23 +63,14 @@ def hydra_started(extra_dirs: Sequence[Path] = ()) -> Iterator[Hydra]:
         GlobalHydra.instance().hydra = outer
 
 
-def _drop_plugin_schemas() -> None:
-    """Take the plugins' entries out of Hydra's store where a file of conf/hydra has the same name: they know neither `workers` nor `exclusive`."""
-    store = ConfigStore.instance().repo.get("hydra", {})
-    for path in (config_dir() / "hydra").glob("*/*.yaml"):
-        store.get(path.parent.name, {}).pop(path.name, None)
-
-
 def composed(overrides: Sequence[str], extra_dirs: Sequence[Path], stamp: int) -> DictConfig:
-    """The config of one run as Hydra composes it, without the section `hydra`; the caller's own copy.
+    """The config of one run as Hydra composes it, without the section `hydra`; the caller's own copy. Raises ConfigError: an
+    unknown key or choice (with a suggestion), a value of the wrong type.
 
     Args:
         overrides: words that Hydra can read, as `quoted` makes them.
         extra_dirs: folders of the user's own that are searched before conf/.
         stamp: `files_stamp` of conf/ and of these folders, as they are now.
-
-    Raises:
-        ConfigError: an unknown key or choice (with a suggestion), a value of the wrong type.
     """
     folders = tuple(extra_dirs)
     try:
@@ -256,8 +250,7 @@ def _filled_by(name: str, folders: Sequence[Path]) -> str:
 def _check_selected(selected: Sequence[str], folders: Sequence[Path]) -> None:
     """Refuse modules that fill the same key: what the yaml's `# @package` says, else its name."""
     names: dict[str, str] = {}
-    for name in selected:
-        key = _filled_by(name, folders)
+    for name, key in ((name, _filled_by(name, folders)) for name in selected):
         if selected.count(name) > 1:
             raise ConfigError(f"modules=[{','.join(selected)}] names {name} twice: name it once.")
         if names.setdefault(key, name) != name:
@@ -310,13 +303,9 @@ def _of_no_use(path: Path, folder: Path, content: Any) -> str:
         return f"its name: {content['name']} is that of a {group} of the package: give it another"
     if not content:
         return f"it is empty but for comments; a module has _target_: {path.stem}.Class" if group == "modules" else "it is empty"
-    if (
-        group == "modules"
-        and isinstance(content, dict)
-        and not re.search(r"^#\s*@package\s+", path.read_text("utf-8", "replace"), re.MULTILINE)
-    ):
-        return f"it lacks its first line: # @package modules.{path.stem}"
-    return ""
+    has_header = re.search(r"^#\s*@package\s+", path.read_text("utf-8", "replace"), re.MULTILINE)
+    needs_header = group == "modules" and isinstance(content, dict) and not has_header
+    return f"it lacks its first line: # @package modules.{path.stem}" if needs_header else ""
 
 
 def check_yaml(path: Path) -> None:

@@ -62,8 +62,8 @@ def named_class(key: str, target: str, base: type[T]) -> type[T]:
     module, _, name = target.rpartition(".")
     if not all(part.isidentifier() for part in target.split(".")) or not module:
         raise ConfigError(f"{where} is no name of a class: write package.module.Class.")
-    if _foreign(module, name):
-        raise ConfigError(f"{where} is not imported: {_why_foreign(module, name, base)}")
+    if why := _why_foreign(module, name, base):
+        raise ConfigError(f"{where} is not imported: {why}")
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, SyntaxError) as error:
@@ -80,26 +80,16 @@ def named_class(key: str, target: str, base: type[T]) -> type[T]:
     return found
 
 
-def _foreign(module: str, name: str) -> bool:
-    """Whether importing `module` for its `name` could do anything but define a class: it is Python's own, or its source has no such class.
+def _why_foreign(module: str, name: str, base: type) -> str:
+    """Why importing `module` for its `name` could do anything but define a class, a sentence; empty: it could not.
 
     A module that is not found is not foreign: importing it says why. One that was imported runs nothing when it is asked again.
     """
     top = module.split(".")[0]
     if top in sys.stdlib_module_names:
-        return True
-    if top == "quicksilver" or module in sys.modules or source_of(module) is None:
-        return False
-    source, node = _definition(module, name) or (None, None)
-    ours = source is not None and any(other.split(".")[0] == "quicksilver" for other, _ in source.imports.values())
-    return not (ours and node is not None and node.bases)
-
-
-def _why_foreign(module: str, name: str, base: type) -> str:
-    """What is wrong with the file that should define a class, in a sentence."""
-    path = source_of(module)
-    if path is None or module.split(".")[0] in sys.stdlib_module_names:
         return f"it is no {base.__name__} class of quicksilver or of a file of your own. A file that is called like a module of Python needs another name."
+    if top == "quicksilver" or module in sys.modules or (path := source_of(module)) is None:
+        return ""
     try:
         ast.parse(path.read_bytes())
     except (SyntaxError, ValueError) as error:
@@ -110,7 +100,9 @@ def _why_foreign(module: str, name: str, base: type) -> str:
         return f"{path.name} has no class {name}. Its classes: {classes}."
     if not found[1].bases:
         return f"{path.name}: {name} has no base. Write `class {name}({base.__name__})`."
-    return f"{path.name} imports nothing of quicksilver. Write `from {base.__module__} import {base.__name__}`."
+    ours = any(other.split(".")[0] == "quicksilver" for other, _ in found[0].imports.values())
+    needs = f"from {base.__module__} import {base.__name__}"
+    return "" if ours else f"{path.name} imports nothing of quicksilver. Write `{needs}`."
 
 
 # --- sources, read and not imported ---------------------------------------------------------------------------------------------
@@ -248,14 +240,11 @@ def module_entry(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def build_modules(entries: Mapping[str, Any], tokenizer: Any = None) -> list[Any]:
-    """The runtime modules of a config, by name.
+    """The runtime modules of a config, by name. Raises ConfigError: an argument that the class does not have (with a suggestion),
+    a value of the wrong type, a word that is no token, or whatever the class refuses.
 
     Args:
         tokenizer: makes token ids of the words in options called `…_ids`; None leaves words out, which is enough to check the rest.
-
-    Raises:
-        ConfigError: an argument that the class does not have (with a suggestion), a value of the wrong type, a word that is no token,
-            or whatever the class refuses.
     """
     built = []
     # All are checked before the first is built. Sorted: whatever order they were selected in must not decide anything.

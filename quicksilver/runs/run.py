@@ -26,11 +26,10 @@ from quicksilver import __version__, numerics
 from quicksilver.measure.measurement import encoded
 from quicksilver.models import parallel
 from quicksilver.records import archive
-from quicksilver.records.blocks import Blocks, SupersededError
 from quicksilver.records.identity import CalibrationEntry, Confirmed, DataEntry, DenseTotals, ModelEntry
 from quicksilver.records.lease import host_name
 from quicksilver.records.record import CALIBRATIONS, CHECKSUM, EVENTS, SCHEMA_VERSION, TRACE, WINDOWS, Record, check_files
-from quicksilver.records.store import Draft, Store
+from quicksilver.records.store import Blocks, Draft, Store, SupersededError
 from quicksilver.runs.config import RunConfig
 from quicksilver.runs.context import (
     RunContext,
@@ -87,11 +86,7 @@ class Planned:
 
     @property
     def record(self) -> Record | None:
-        """Its record, if it is there now.
-
-        Raises:
-            ConfigError: it is not whole.
-        """
+        """Its record, if it is there now. Raises ConfigError: it is not whole."""
         return store_of(self.config).get(self.fingerprint)
 
     @property

@@ -108,12 +108,10 @@ class Manifest:
 
     def label(self, run: SweepRun) -> str:
         """`[17/200] tau_drift=p40`, the run's name everywhere."""
-        last = [text.partition("=")[0].rpartition(".")[2] for text in run.differing]
         # The last part of a key, unless another key ends in the same word.
-        short = [
-            f"{word}={text.partition('=')[2]}" if last.count(word) == 1 else text
-            for word, text in zip(last, run.differing, strict=True)
-        ]
+        last = [text.partition("=")[0].rpartition(".")[2] for text in run.differing]
+        pairs = zip(last, run.differing, strict=True)
+        short = (f"{word}={text.partition('=')[2]}" if last.count(word) == 1 else text for word, text in pairs)
         return " ".join((f"[{run.number}/{self.total or len(self.runs)}]", *short))
 
     @property
@@ -138,10 +136,8 @@ class Manifest:
                 was, now = (" ".join(w for w in a.overrides if w not in b.overrides) for a, b in ((one, two), (two, one)))
                 how = f" (run {one.number} had {was or 'another text, model or version'}{now and f', and now {now}'})"
         if not same:
-            raise ConfigError(
-                f"name={self.name}: there is a sweep of that name with other runs{how}. Give another name=…, or remove "
-                f"{folder}; its records stay."
-            )
+            said = f"name={self.name}: there is a sweep of that name with other runs{how}."
+            raise ConfigError(f"{said} Give another name=…, or remove {folder}; its records stay.")
 
 
 @dataclass(frozen=True)
@@ -164,21 +160,18 @@ class RunState:
 
 
 def expanded(words: Sequence[str], params: Sequence[str], loader: Any = None) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """The runs of a sweep in Hydra's order, each as its overrides and those of them that differ.
+    """The runs of a sweep in Hydra's order, each as its overrides and those of them that differ. Raises ConfigError: a range
+    without steps. HydraException: a word that is no override.
 
     Args:
         words: of the command line, `seed=0,1`.
         params: of an experiment's `hydra.sweeper.params`, where the command line does not say otherwise.
         loader: Hydra's config loader, which `glob(*)` asks for the choices.
-
-    Raises:
-        ConfigError: a range without steps. HydraException: a word that is no override.
     """
-    parser = OverridesParser.create(config_loader=loader)
-    given = {parser.parse_override(word).key_or_group for word in words}
-    axes = []
-    for word in (*(param for param in params if parser.parse_override(param).key_or_group not in given), *words):
-        override = parser.parse_override(word)
+    parse = OverridesParser.create(config_loader=loader).parse_override
+    given, axes = {parse(word).key_or_group for word in words}, []
+    for word in (*(param for param in params if parse(param).key_or_group not in given), *words):
+        override = parse(word)
         if not override.is_sweep_override():
             axes.append([word])
         elif override.is_discrete_sweep():
@@ -198,10 +191,8 @@ def sweep_jobs(experiment: str) -> list[tuple[str, ...]]:
 
 
 @lru_cache
-def _sweep_jobs(path: Path, changed_ns: int) -> tuple[tuple[str, ...], ...]:
-    """`changed_ns`: a file that changes is read again."""
-    params = OmegaConf.select(OmegaConf.load(path), "hydra.sweeper.params")
-    if not params:
+def _sweep_jobs(path: Path, _changed_ns: int) -> tuple[tuple[str, ...], ...]:
+    if not (params := OmegaConf.select(OmegaConf.load(path), "hydra.sweeper.params")):
         raise ConfigError(f"{path} sweeps nothing: it has no hydra.sweeper.params.")
     axes = [f"{key!s}={values}" for key, values in params.items()]
     return tuple((f"experiment={path.stem}", *run) for run, _ in expanded((), axes))
@@ -251,10 +242,13 @@ class Sweep:
             self.manifest.check_same(there, self.folder, fixed)
             if self.manifest.total is not None:
                 self.manifest = replace(self.manifest, runs=there.runs, created=there.created)
-        self._write(MANIFEST, {"schema_version": SCHEMA_VERSION, **asdict(self.manifest)})
+        self._write_manifest()
 
     def _write(self, relative: str, content: Mapping[str, Any]) -> None:
         self.store.write_json(f"{FOLDER}/{self.manifest.name}/{relative}", content)
+
+    def _write_manifest(self) -> None:
+        self._write(MANIFEST, {"schema_version": SCHEMA_VERSION, **asdict(self.manifest)})
 
     def draw(self, overrides: tuple[str, ...], differing: tuple[str, ...], fingerprint: str | None) -> SweepRun:
         """The run with these overrides, in place of one that was drawn before."""
@@ -263,21 +257,18 @@ class Sweep:
         before = runs.get(overrides, new)
         runs[overrides] = replace(before, fingerprint=fingerprint or before.fingerprint)
         self.manifest = replace(self.manifest, runs=tuple(runs.values()))
-        self._write(MANIFEST, {"schema_version": SCHEMA_VERSION, **asdict(self.manifest)})
+        self._write_manifest()
         return runs[overrides]
 
     @contextmanager
     def driver_lock(self) -> Iterator[None]:
         """Within, this process is the only one that launches the runs of the sweep. Raises ConfigError: another one lives."""
-        path = self.folder / HEAD
-        held = self.store.take(path)
-        if held is None:
+        path, name = self.folder / HEAD, self.manifest.name
+        if (held := self.store.take(path)) is None:
             who = lease.holder(path)
             where = f"process {who.pid} of {who.host} since {who.since}" if who is not None else "another process"
-            raise ConfigError(
-                f"name={self.manifest.name}: this sweep runs already ({where}). Look at it with "
-                f"`quicksilver list sweep {self.manifest.name} results_dir={self.store.root}`, or give another name=…"
-            )
+            look = f"`quicksilver list sweep {name} results_dir={self.store.root}`"
+            raise ConfigError(f"name={name}: this sweep runs already ({where}). Look at it with {look}, or give another name=…")
         with held:
             try:
                 yield
@@ -329,17 +320,16 @@ class Sweep:
             making.setdefault(fingerprint, []).append((who, said))
         there = self.store.folders()  # after `making`: a run that has ended since has its record by now
         failed = {f"{FAILED}/{path.name}": path for path in (self.folder / FAILED).glob("*.json")}
-        found = []
-        for run in self.manifest.runs:
+
+        def state(run: SweepRun) -> RunState:
             if run.fingerprint in there:
-                found.append(RunState(run, "done", there[run.fingerprint]))
-            elif run.fingerprint in making:
-                found.append(RunState(run, "running", making=tuple(making[run.fingerprint])))
-            elif run.failure in failed and (failure := read_object(failed[run.failure])):
-                found.append(RunState(run, "failed", failure=failure))
-            else:
-                found.append(RunState(run, "waiting"))
-        return found
+                return RunState(run, "done", there[run.fingerprint])
+            if run.fingerprint in making:
+                return RunState(run, "running", making=tuple(making[run.fingerprint]))
+            failure = read_object(failed[run.failure]) if run.failure in failed else {}
+            return RunState(run, "failed", failure=failure) if failure else RunState(run, "waiting")
+
+        return [state(run) for run in self.manifest.runs]
 
     def failed(self, run: SweepRun, error: Exception) -> None:
         """Keep why a run failed."""

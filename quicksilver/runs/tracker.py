@@ -44,14 +44,12 @@ def mirror(
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Send one finished record to the tracker of the config: its numbers, its curves and table by window, and its files as an artefact.
+    Raises NotMirrored: the tracker refuses (no login …); the record itself is finished and stays.
 
     Args:
         name: of the run; None: its label.
         group: runs that belong together; None: those of the same model, text and protocol.
         more: further numbers.
-
-    Raises:
-        NotMirrored: the tracker refuses (no login …); the record itself is finished and stays.
     """
     if config.name == "none":
         return

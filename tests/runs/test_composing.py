@@ -32,16 +32,8 @@ RUNS = [
 ]
 # Entries are read from their files; every one of conf/modules in `make test-all`.
 ENTRIES = [[f"modules=[{name}]"] for name in (choices("modules") if thinning.whole else ("halting_paper_b2", "sliding_window"))]
-WRONG = [
-    ["modules=[haltin]"],
-    ["modules=[halting]", "modules.halting.tau_drft=p10"],
-    ["seed=x"],
-    ["seed=-1"],
-    ["sed=1"],
-    ["model=3"],
-    ["dataset.windows=0"],
-    ["modules=[halting]", "seed=[1,2]"],
-]
+WRONG = [["modules=[haltin]"], ["modules=[halting]", "modules.halting.tau_drft=p10"], ["seed=x"], ["seed=-1"]]
+WRONG += [["sed=1"], ["model=3"], ["dataset.windows=0"], ["modules=[halting]", "seed=[1,2]"]]
 
 
 def by_hydra(words: list[str]) -> RunConfig:
@@ -88,18 +80,15 @@ def test_a_file_of_one_s_own_that_would_not_be_read_is_named(tmp_path, name, con
 def test_a_key_that_a_dataset_does_not_have_is_said_with_its_file(tmp_path):
     (tmp_path / "dataset").mkdir()
     (tmp_path / "dataset" / "mine.yaml").write_text("name: mine\nreader: text\nfilez: {}\n")
-    with pytest.raises(
-        ConfigError, match=r"dataset/mine.yaml: dataset.filez: there is no such key. Did you mean dataset.files\?"
-    ):
+    says = r"dataset/mine.yaml: dataset.filez: there is no such key. Did you mean dataset.files\?"
+    with pytest.raises(ConfigError, match=says):
         compose(["dataset=mine"], [tmp_path])
 
 
 OWN = "from dataclasses import dataclass\nfrom quicksilver.runtime import TokenPolicy\n\n"
 ASKED = "    def decide(self, view, tokens):\n        pass\n"
 PLAIN = f"{OWN}class Mine(TokenPolicy):\n    def __init__({{}}):\n        self.a = a\n\n{ASKED}"
-SHARE = (
-    f"{OWN}@dataclass\nclass Mine(TokenPolicy):\n    share: float = 0.1\n\n    def __post_init__(self):\n        pass\n\n{ASKED}"
-)
+SHARE = f"{OWN}@dataclass\nclass Mine(TokenPolicy):\n    share: float = 0.1\n\n    def __post_init__(self): pass\n\n{ASKED}"
 
 
 @pytest.mark.parametrize(("source", "options", "says"), [
@@ -156,19 +145,20 @@ def test_a_hydra_that_runs_already_is_left_as_it_was():
 
 
 # --- words as a shell hands them on: any value that a person gives reaches the config as it was given
-@given(
-    st.text(st.characters(codec="utf-8", exclude_characters=",$\n\r\0", exclude_categories=["C"]), min_size=1),
-    st.sampled_from("é~#&"),
-)
+PRINTED = st.characters(codec="utf-8", exclude_characters=",$\n\r\0", exclude_categories=["C"])
+
+
+@given(st.text(PRINTED, min_size=1), st.sampled_from("é~#&"))
 def test_what_hydra_cannot_read_alone_keeps_every_character(value, strange):
     given_value = f"/a{value}{strange}b"
     (override,) = quoted([f"results_dir={given_value}"])
     assert OverridesParser.create().parse_override(override).value() == given_value
 
 
-@pytest.mark.parametrize(
-    "word", ["model=gpt2", "modules=[halting,kv_skipping]", "seed=1,2", "a.b={x:1}", "word", "~modules", "x=[é]"]
-)
+READ = ["model=gpt2", "modules=[halting,kv_skipping]", "seed=1,2", "a.b={x:1}", "word", "~modules", "x=[é]"]
+
+
+@pytest.mark.parametrize("word", READ)
 def test_what_it_reads_and_what_is_no_text_stays(word):
     assert quoted([word]) == [word]
 

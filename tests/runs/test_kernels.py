@@ -7,7 +7,7 @@ import pytest
 
 from quicksilver.runs import ensure
 from quicksilver.runs.config import compose
-from quicksilver.runs.context import RunContext
+from quicksilver.runs.context import RunContext, torch_threads
 from quicksilver.runtime.quantized import kernels
 from quicksilver.runtime.quantized.kernels import Choices, Kind, weight_of
 
@@ -46,7 +46,8 @@ def test_a_choice_is_kept_printed_in_the_record_and_part_of_its_identity(words, 
     assert "kernels.fastest_linear" in record.identity.digests
     assert machine.measured == 1  # read again from the results folder
     kept = tmp_path / "results" / "cache" / "kernels.json"
-    assert list(json.loads(kept.read_text())) == [choosing_machine(config)]
+    with torch_threads(config.threads):
+        assert list(json.loads(kept.read_text())) == [kernels.machine()]
     # Another machine that finds another kernel has another record; one that finds the same has the same.
     machine.name = "bfloat16"
     kept.write_text("{}")
@@ -58,17 +59,6 @@ def test_a_choice_is_kept_printed_in_the_record_and_part_of_its_identity(words, 
     named = compose([*words, "modules=[fastest_linear]", "modules.fastest_linear.product=bfloat16"])
     assert not any(name.startswith("kernels") for name in RunContext().identity(named).digests)
     assert machine.measured == 3
-
-
-def choosing_machine(config) -> str:
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(config.threads)
-    try:
-        return kernels.machine()
-    finally:
-        torch.set_num_threads(threads)
 
 
 def test_the_layers_of_a_model_are_what_is_measured(words, machine: Machine) -> None:

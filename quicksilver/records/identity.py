@@ -98,7 +98,6 @@ def foreign_sources(classes: Iterable[type]) -> dict[str, str]:
 
 
 # --- what record.json says of a run: `Record` is read back into these ---------------------------------------------------------------
-
 Execution = Literal["compact", "masked", "decide"]
 Ledger = Literal["executed", "nominal", "paper", "prompt_executed", "prompt_nominal", "prompt_paper"]
 ProtocolName = Literal["all", "continuation"]

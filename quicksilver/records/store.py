@@ -141,7 +141,6 @@ class Store:
         return dense
 
     # --- who works on what ---
-
     def take(self, path: Path) -> lease.Lease | None:
         """`lease.take` of a file in a folder that is made if need be."""
         with self.writing():
@@ -227,7 +226,6 @@ class Store:
         return removed
 
     # --- small files ---
-
     def write_json(self, relative: str, data: Any) -> Path:
         """Write a small json file below the results folder in one rename."""
         path = self.root / relative
@@ -308,8 +306,6 @@ def _to_disk(path: Path) -> None:
 
 
 # --- blocks of windows --------------------------------------------------------------------------------------------------------------
-
-
 class SupersededError(Exception):
     """The record is there: another process has made it of the blocks."""
 

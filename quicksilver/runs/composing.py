@@ -261,8 +261,6 @@ def _check_selected(selected: Sequence[str], folders: Sequence[Path]) -> None:
 
 
 # --- files of the user's own ----------------------------------------------------------------------------------------------------
-
-
 def _check_folder(folder: Path) -> None:
     """Check the yaml files of a folder of the user's own before Hydra reads them.
     Raises ConfigError: there is no such folder, or a file in it is no yaml."""

@@ -151,8 +151,6 @@ ConfigStore.instance().store("run_schema", RunConfig)
 
 
 # --- composing ------------------------------------------------------------------------------------------------------------------
-
-
 def compose(overrides: Sequence[str] = (), extra_dirs: Sequence[Path] = ()) -> RunConfig:
     """Compose one run from overrides, `["model=gpt2", "modules=[halting]", "modules.halting.resume_layers=4"]`.
 

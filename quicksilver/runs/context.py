@@ -268,7 +268,6 @@ def asks_for_calibration(module: Any) -> bool:
 
 
 # --- what was set before a run, and on which texts --------------------------------------------------------------------------------
-
 BESIDE = ("predicted_kv", "learned_halting", "tuned_lens")  # folders of fitted files beside a model
 THRESHOLDS = "thresholds"
 _OF_FILES = ("predicted_kv", "gates", "tuned_lens")  # what their digests in an identity begin with
@@ -329,8 +328,6 @@ def _by_digest(folders: Iterable[Path]) -> dict[str, Path]:
 
 
 # --- the machine ---------------------------------------------------------------------------------------------------------------
-
-
 def environment(other_runs: Sequence[str] = ()) -> EnvironmentEntry:
     """The machine and the libraries, for the record, with the runs that were made on this machine meanwhile."""
     import psutil

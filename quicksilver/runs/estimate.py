@@ -190,8 +190,6 @@ def windows_passed(config: RunConfig, windows: int, *, in_blocks: bool = False) 
 
 
 # --- of several runs ------------------------------------------------------------------------------------------------------------
-
-
 def with_dense(configs: Sequence[RunConfig]) -> list[RunConfig]:
     """Each run once, with the dense runs that the runs are compared with."""
     steps = [step for config in configs for step in (config.dense(), *([config] if config.modules else []))]

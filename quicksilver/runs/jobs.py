@@ -171,7 +171,6 @@ def run_context(shared: RunConfig | None, jobs: Sequence[Job] = ()) -> RunContex
 
 
 # --- what is remembered ----------------------------------------------------------------------------------------------------------
-
 _FILE = "cache/answers.json"
 INDEX = f"{KEPT}/answers.json"
 _MADE_HERE = ("pydoc", "python-source", "far-copy", "far-recall")  # by Python's version and a seed
@@ -294,8 +293,6 @@ def _stamp() -> str:
 
 
 # --- several processes -----------------------------------------------------------------------------------------------------------
-
-
 def text_of(config: RunConfig) -> str:
     """Equal for runs whose model, windows and dense predictions are the same."""
     return repr((config.model, config.dataset, config.protocol, config.measure["batch_windows"]))

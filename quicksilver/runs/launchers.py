@@ -90,8 +90,6 @@ def check_launcher(settings: DictConfig, configs: Iterable[RunConfig], results_d
 
 
 # --- Slurm ----------------------------------------------------------------------------------------------------------------------
-
-
 def _check_slurm(partition: str | None, results_dir: Path) -> None:
     """Raises ConfigError: no Slurm on this machine, one that does not answer, no such partition, or a results folder in this
     machine's memory where the nodes are others."""
@@ -160,8 +158,6 @@ def ask_squeue() -> None:
 
 
 # --- starting -------------------------------------------------------------------------------------------------------------------
-
-
 def launch(
     settings: DictConfig,
     task: Callable[[Any], Any],

@@ -106,8 +106,6 @@ def _why_foreign(module: str, name: str, base: type) -> str:
 
 
 # --- sources, read and not imported ---------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class _Source:
     """A file: the name of its module, its classes, and what it imports: name -> (module, the name there)."""
@@ -212,8 +210,6 @@ SourcesRegistry.instance().types[FileConfigSource.scheme()] = FileConfigSource
 
 
 # --- modules --------------------------------------------------------------------------------------------------------------------
-
-
 def module_class(name: str, entry: Any) -> type[RuntimeModule]:
     """The class behind `modules.NAME`, named by its `_target_`; nothing is built.
     Raises ConfigError: no `_target_`, or no runtime module there."""
@@ -319,7 +315,6 @@ def _token_ids(key: str, value: list[Any], tokenizer: Any) -> list[Any]:
 
 
 # --- measurements ---------------------------------------------------------------------------------------------------------------
-
 PLAIN_KEYS = ("name", "batch_windows")  # of `measure`; all others are measurements
 
 

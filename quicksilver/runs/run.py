@@ -135,8 +135,6 @@ def _plan_of(steps: Iterable[Planned], wanted: Iterable[Planned], context: RunCo
 
 
 # --- planning -------------------------------------------------------------------------------------------------------------------
-
-
 def check_allowed_by_protocol(config: RunConfig) -> None:
     """Refuse, before anything is loaded, options and modules that the protocol does not take.
     Raises ConfigError: names the value and the ways out."""
@@ -271,8 +269,6 @@ class _Reporter:
 
 
 # --- running --------------------------------------------------------------------------------------------------------------------
-
-
 def _make_one(step: Planned, context: RunContext, report: _Reporter, group: str | None = None) -> None:
     store, together = store_of(step.config), step.config.model.parallel is not None
     if together:

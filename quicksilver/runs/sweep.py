@@ -157,8 +157,6 @@ class RunState:
 
 
 # --- what is swept --------------------------------------------------------------------------------------------------------------
-
-
 def expanded(words: Sequence[str], params: Sequence[str], loader: Any = None) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     """The runs of a sweep in Hydra's order, each as its overrides and those of them that differ. Raises ConfigError: a range
     without steps. HydraException: a word that is no override.
@@ -212,8 +210,6 @@ def default_name(runs: Sequence[SweepRun], experiment: str | None) -> str:
 
 
 # --- where it lies --------------------------------------------------------------------------------------------------------------
-
-
 class Sweep:
     """A manifest in a results folder, and the state of its runs."""
 
@@ -394,8 +390,6 @@ def time_left_s(left: int, seconds: Sequence[float], workers: int = 1) -> float 
 
 
 # --- making its runs ------------------------------------------------------------------------------------------------------------
-
-
 def claimed(
     sweep: Sweep, wanted: Collection[int], on_poll: Callable[[], None] = lambda: None, nap_s: float = 0.2, shard: bool = False
 ) -> Generator[tuple[SweepRun, int], None, None]:

@@ -92,11 +92,7 @@ class Store:
         self.drafts = self.runs / ".drafts"
         self.kept = self.root / KEPT if records == "any" else None
         self._own = records == "own"
-
-    @property
-    def kept_calibrations(self) -> Path | None:
-        """Where committed calibrations are; None: they do not count."""
-        return None if self._own else self.root / KEPT / CALIBRATIONS
+        self.kept_calibrations = None if self._own else self.root / KEPT / CALIBRATIONS  # committed ones, where they count
 
     def path(self, fingerprint: str) -> Path:
         return self.runs / fingerprint_of(fingerprint)

@@ -68,19 +68,19 @@ class RunContext:
         """The text that is scored (`test`: the part that dataset.part names) or that calibrates."""
         part = cast(Part, config.dataset.part) if part == "test" else part
         key = ("text", _key(config.dataset), config.data.root, part)
-        return self._once(key, lambda: read_text(config.dataset, part, root=_root(config), cache=_text_cache(config)))
+        return self._once(key, lambda: read_text(config.dataset, part, **_folders(config)))
 
     def examples(self, config: RunConfig) -> TaskExamples | None:
         """The labelled examples that are scored; None: the dataset is no task."""
         if config.dataset.task is None:
             return None
-        return read_task(config.dataset, cast(Part, config.dataset.part), root=_root(config), cache=_text_cache(config))
+        return read_task(config.dataset, cast(Part, config.dataset.part), **_folders(config))
 
     def files(self, config: RunConfig) -> tuple[ModelFiles, str]:
         """A model's files and their digest."""
 
         def found() -> tuple[ModelFiles, str]:
-            files, store = locate(config.model, _root(config)), Store(config.results_dir)
+            files, store = locate(config.model, _folders(config)["root"]), Store(config.results_dir)
             kept = read_object(store.root / _DIGESTS)
             remembered = {path: digest for path, digest in kept.items() if _DIGEST.fullmatch(str(digest))}
             known, digest = len(remembered), weights_digest(files.folder, remembered)
@@ -236,12 +236,9 @@ def _check_adapter(adapter: type[Architecture], loaded: Loaded) -> None:
         )
 
 
-def _root(config: RunConfig) -> Path | None:
-    return Path(config.data.root).expanduser() if config.data.root else None
-
-
-def _text_cache(config: RunConfig) -> Path:
-    return Path(config.results_dir) / "cache" / "text"
+def _folders(config: RunConfig) -> dict[str, Any]:
+    root = Path(config.data.root).expanduser() if config.data.root else None
+    return {"root": root, "cache": Path(config.results_dir) / "cache" / "text"}
 
 
 def _key(config: ModelConfig | DatasetConfig | RunConfig) -> str:

@@ -190,12 +190,6 @@ def windows_passed(config: RunConfig, windows: int, *, in_blocks: bool = False) 
 
 
 # --- of several runs ------------------------------------------------------------------------------------------------------------
-def with_dense(configs: Sequence[RunConfig]) -> list[RunConfig]:
-    """Each run once, with the dense runs that the runs are compared with."""
-    steps = [step for config in configs for step in (config.dense(), *([config] if config.modules else []))]
-    return list({json.dumps([step.identity(), step.model.path], sort_keys=True, default=str): step for step in steps}.values())
-
-
 def without_record(configs: Sequence[RunConfig]) -> list[RunConfig]:
     """Those that would run; of what is not at hand, weights or text, nothing can have been run."""
     from quicksilver.runs.run import plan
@@ -242,10 +236,12 @@ def estimates(
     predicted, calibrated = set[str](), set[str]()
     shapes: dict[str, Architecture] = {}
     rate, context, found = cache(measured_speed), RunContext(), list[Estimate]()
-    steps, asked = with_dense(configs), {id(config) for config in configs}
-    dense = [step for step in steps if id(step) not in asked]  # which are few
+    both = [step for config in configs for step in (config.dense(), *([config] if config.modules else []))]
+    steps = {json.dumps([step.identity(), step.model.path], sort_keys=True, default=str): step for step in both}  # each once
+    asked = {id(config) for config in configs}
+    dense = [step for step in steps.values() if id(step) not in asked]  # which are few
     asked |= {id(config) for config in without_record(dense)}
-    for config in (step for step in steps if id(step) in asked):
+    for config in (step for step in steps.values() if id(step) in asked):
         check_allowed_by_protocol(config)
         model, root = config.model, Path(config.data.root).expanduser() if config.data.root else None
         if (key := f"{model.name} {model.path} {model.dtype}") not in shapes:

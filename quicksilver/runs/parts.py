@@ -47,11 +47,11 @@ T = TypeVar("T")
 def target_class(key: str, entry: Any, base: type[T]) -> type[T]:
     """The class behind the section `key` of a config, such as `modules.halting`, whose `_target_: package.module.Class` names it.
     Raises ConfigError: no `_target_`, or as `named_class`. Nothing was called then."""
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("_target_"), str):
-        if isinstance(entry, Mapping):
-            raise ConfigError(f"{key} has no class: its yaml lacks the line `_target_: package.module.Class`.")
+    if not isinstance(entry, Mapping):
         kind = "measurement" if key.startswith("measure.") else "module"
         raise ConfigError(f"{key}={entry!r} is no {kind}: its yaml gives `_target_: package.Class` and the arguments.")
+    if not isinstance(entry.get("_target_"), str):
+        raise ConfigError(f"{key} has no class: its yaml lacks the line `_target_: package.module.Class`.")
     return named_class(f"{key}._target_", entry["_target_"], base)
 
 
@@ -137,20 +137,17 @@ def source_of(module: str) -> Path | None:
 def _definition(module: str, name: str) -> tuple[_Source, ast.ClassDef] | None:
     """The class `name` of `module` and the file that defines it; imports of it are followed."""
     seen = set()
-    while (path := source_of(module)) is not None and (path, name) not in seen:
+    while module and (path := source_of(module)) is not None and (path, name) not in seen:
         seen.add((path, name))
         source = _read(path, path.stat().st_mtime_ns, module)
         if name in source.classes:
             return source, source.classes[name]
         module, name = source.imports.get(name, ("", ""))
-        if not module:
-            return None
     return None
 
 
 @lru_cache(maxsize=256)
-def _read(path: Path, changed_ns: int, module: str) -> _Source:
-    """`changed_ns`: when the file was, so that one that changes is read again."""
+def _read(path: Path, _changed_ns: int, module: str) -> _Source:
     try:
         nodes = list(ast.walk(ast.parse(path.read_bytes())))
     except (OSError, SyntaxError, ValueError):
@@ -283,24 +280,22 @@ def _check_signatures(key: str, cls: type) -> None:
 
 def _arguments(key: str, entry: Mapping[str, Any], cls: type) -> dict[str, Any]:
     """What the section `key` gives `cls`; raises ConfigError for an option that it does not have."""
-    arguments = {name: value for name, value in entry.items() if name != "_target_"}
-    parameters = inspect.signature(cls).parameters
-    known = list(parameters)
+    arguments, parameters = (
+        {name: value for name, value in entry.items() if name != "_target_"},
+        inspect.signature(cls).parameters,
+    )
     named = (one for one in parameters.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD))
     if missing := [one.name for one in named if one.default is one.empty and one.name not in arguments]:
-        raise ConfigError(
-            f"{key}: {cls.__name__} needs {' and '.join(missing)}: give a default in the class, or a value in its yaml."
-        )
-    for name in arguments:
-        if name not in known:
-            raise ConfigError(f"{key}.{name}: {cls.__name__} has no such option. {suggest(name, known, 'Options')}")
+        needs = f"{key}: {cls.__name__} needs {' and '.join(missing)}"
+        raise ConfigError(f"{needs}: give a default in the class, or a value in its yaml.")
+    for name in (name for name in arguments if name not in parameters):
+        raise ConfigError(f"{key}.{name}: {cls.__name__} has no such option. {suggest(name, list(parameters), 'Options')}")
     return arguments
 
 
 def _token_ids(key: str, value: list[Any], tokenizer: Any) -> list[Any]:
     """`value` with every word replaced by the ids of the tokens that read like it, with or without a space around, and every `@set` by its ids."""
-    named = [entry for entry in value if isinstance(entry, str)]
-    ids = [entry for entry in value if not isinstance(entry, str)]
+    named, ids = [one for one in value if isinstance(one, str)], [one for one in value if not isinstance(one, str)]
     words = {one.strip() for one in named if not one.startswith("@")}
     for name in (one for one in named if one.startswith("@")):
         if name not in TOKEN_SETS:
@@ -345,21 +340,17 @@ def build_measurements(entries: Mapping[str, Any]) -> dict[str, Measurement]:
     return {name: _measurement(name, entry) for name, entry in entries.items() if is_on(name, entry)}
 
 
-_built: dict[tuple[type, str, bytes], Measurement] = {}
-
-
 def _measurement(name: str, entry: Mapping[str, Any]) -> Measurement:
     cls = measurement_class(name, entry)
     arguments = _arguments(f"measure.{name}", {key: value for key, value in entry.items() if key != "enabled"}, cls)
-    # A sweep builds the same measurements for each of its runs, and OmegaConf takes a millisecond for each.
-    options = (cls, name, pickle.dumps(arguments))
-    if options not in _built:
-        try:
-            # Built by OmegaConf: values are checked against the annotations, and nested dataclasses stay dataclasses.
-            built = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), arguments))
-        except (OmegaConfBaseException, ConfigError) as error:
-            said = explain(error) if isinstance(error, OmegaConfBaseException) else str(error)
-            raise ConfigError(f"measure.{name}.{said}") from error
-        assert isinstance(built, Measurement)
-        _built[options] = built
-    return copy.deepcopy(_built[options])
+    return copy.deepcopy(_built(name, cls, pickle.dumps(arguments)))
+
+
+@lru_cache(maxsize=1024)  # a sweep builds the same ones for each of its runs, and OmegaConf takes a millisecond for each
+def _built(name: str, cls: type[Measurement], arguments: bytes) -> Measurement:
+    try:
+        # Built by OmegaConf: values are checked against the annotations, and nested dataclasses stay dataclasses.
+        return cast("Measurement", OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), pickle.loads(arguments))))
+    except (OmegaConfBaseException, ConfigError) as error:
+        said = explain(error) if isinstance(error, OmegaConfBaseException) else str(error)
+        raise ConfigError(f"measure.{name}.{said}") from error

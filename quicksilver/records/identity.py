@@ -89,10 +89,8 @@ def foreign_sources(classes: Iterable[type]) -> dict[str, str]:
             try:
                 content = inspect.getsource(cls).encode()  # of a notebook's cell
             except (OSError, TypeError):
-                raise ConfigError(
-                    f"{cls.__module__}.{cls.__qualname__} has no source file, so its records could not be told from those of another "
-                    "version: put the class into a file."
-                ) from None
+                why = "so its records could not be told from those of another version: put the class into a file."
+                raise ConfigError(f"{cls.__module__}.{cls.__qualname__} has no source file, {why}") from None
         found[cls.__module__] = hashlib.sha256(content).hexdigest()
     return dict(sorted(found.items()))
 

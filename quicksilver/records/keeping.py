@@ -57,10 +57,9 @@ def commit_records(store: Store, wanted: Mapping[str, Collection[str]], renewed:
         if (dense := record.dense_fingerprint) is not None and dense not in records:
             left.append((dense, ()))
     if missing:
-        raise ConfigError(
-            f"{store.runs}: there is no run {', '.join(missing)}. A record needs the dense run that it is compared with: "
-            f"cp -r {' '.join(f'FOLDER/results/runs/{name}' for name in missing)} {store.runs}/"
-        )
+        copy = f"cp -r {' '.join(f'FOLDER/results/runs/{name}' for name in missing)} {store.runs}/"
+        needs = f"A record needs the dense run that it is compared with: {copy}"
+        raise ConfigError(f"{store.runs}: there is no run {', '.join(missing)}. {needs}")
     _check_own(old)
     with store.writing():
         aside = Path(tempfile.mkdtemp(prefix=f".{KEPT}-", dir=store.root))

@@ -357,10 +357,9 @@ def _loaded(folder: Path, files: tuple[tuple[str, int, int, int], ...], archived
     if not isinstance(content, dict) or "schema_version" not in content:
         raise _corrupt(folder, f"{RECORD} has no schema_version")
     if content["schema_version"] != SCHEMA_VERSION:
-        raise ConfigError(
-            f"{folder} is a record of schema {content['schema_version']} and this version of QuickSilver reads schema {SCHEMA_VERSION}. "
-            "Move that folder away to have the run made again, or read it with the version that wrote it."
-        )
+        said = f"of schema {content['schema_version']} and this version of QuickSilver reads schema {SCHEMA_VERSION}"
+        ways = "Move that folder away to have the run made again, or read it with the version that wrote it."
+        raise ConfigError(f"{folder} is a record {said}. {ways}")
     record = record_of(folder, content)
     if record.fingerprint != folder.name:
         raise _corrupt(folder, f"{RECORD} belongs to the run {record.fingerprint}")

@@ -255,9 +255,8 @@ class Store:
             kept = "Windows that were scored in whole blocks, and finished records, are kept."
             full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error)
             if full:
-                raise QuickSilverError(
-                    f"The disk that holds {self.root.absolute()} is full. {kept} Free some space and run the same command again."
-                ) from error
+                said = f"The disk that holds {self.root.absolute()} is full. {kept}"
+                raise QuickSilverError(f"{said} Free some space and run the same command again.") from error
             where, why = getattr(error, "filename", None) or self.root.absolute(), getattr(error, "strerror", None) or error
             raise QuickSilverError(f"{where} cannot be written: {why}. {kept} Give another folder: results_dir=…") from error
 

@@ -38,9 +38,8 @@ def _windows(model: str, dataset: str, root: str | None, window_tokens: int, dig
 
     folder = Path(root) if root else None
     data: DatasetConfig = _typed(DatasetConfig, dataset)
-    tokenizer = AutoTokenizer.from_pretrained(
-        locate(_typed(ModelConfig, model), folder).folder, local_files_only=True, trust_remote_code=False
-    )
+    files = locate(_typed(ModelConfig, model), folder).folder
+    tokenizer = AutoTokenizer.from_pretrained(files, local_files_only=True, trust_remote_code=False)
     text = read_text(data, cast(Part, data.part), root=folder).text
     windows = encode(text, tokenizer, window_tokens, data.windows)
     if windows.token_digest != digest:

@@ -254,10 +254,11 @@ def _check_selected(selected: Sequence[str], folders: Sequence[Path]) -> None:
         if selected.count(name) > 1:
             raise ConfigError(f"modules=[{','.join(selected)}] names {name} twice: name it once.")
         if names.setdefault(key, name) != name:
-            raise ConfigError(
-                f"modules=[{names[key]},{name}]: both are modules.{key}, so one would overwrite the other. Select one of them and change it "
-                f"with modules.{key}.OPTION=…; for two at once, copy one to a yaml of your own with `# @package modules.ANOTHER_NAME`."
+            both = f"modules=[{names[key]},{name}]: both are modules.{key}, so one would overwrite the other"
+            ways = (
+                f"Select one of them and change it with modules.{key}.OPTION=…; for two at once, copy one to a yaml of your own"
             )
+            raise ConfigError(f"{both}. {ways} with `# @package modules.ANOTHER_NAME`.")
 
 
 # --- files of the user's own ----------------------------------------------------------------------------------------------------

@@ -173,9 +173,9 @@ def compose(overrides: Sequence[str] = (), extra_dirs: Sequence[Path] = ()) -> R
         if isinstance(entry, dict) and entry.get("_target_") == _PRESET and entry.get("schedule") is None:
             entry |= _own_schedule(config)
     if config.precision is not None:
-        from quicksilver.runs.precision import resolved
+        from quicksilver.runs.context import in_fastest_precision
 
-        return resolved(config)
+        return in_fastest_precision(config)
     return config
 
 

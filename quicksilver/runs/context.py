@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import platform
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import cache
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -33,7 +34,7 @@ from quicksilver.records.identity import EnvironmentEntry, Identity, foreign_sou
 from quicksilver.records.store import Store, read_object
 from quicksilver.runs.config import RunConfig
 from quicksilver.runs.parts import build_measurements, build_modules, is_on, measurement_class, module_class, named_class
-from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.reading import parse_json, read_bytes
 
 if TYPE_CHECKING:
@@ -108,10 +109,9 @@ class RunContext:
         scored, other = self.text(config, "test"), self.text(config, "calibration")
         found = self._once(("overlap", scored.digest, other.digest), lambda: shared_pct(scored.text, other.text))
         if found > MOST_OVERLAP_PCT and config.dataset.part == "test":
-            raise ConfigError(
-                f"dataset={config.dataset.name}: the calibration text ({other.source}) has {found:.0f}% of the scored text's runs of {NGRAM_WORDS} words, "
-                f"and at most {MOST_OVERLAP_PCT:g}% are let through: give dataset.files.calibration=… another text."
-            )
+            same = f"({other.source}) has {found:.0f}% of the scored text's runs of {NGRAM_WORDS} words"
+            most = f"and at most {MOST_OVERLAP_PCT:g}% are let through: give dataset.files.calibration=… another text."
+            raise ConfigError(f"dataset={config.dataset.name}: the calibration text {same}, {most}")
         return found
 
     def dense(self, config: RunConfig) -> DensePasses:
@@ -180,11 +180,10 @@ class RunContext:
             calibrating = self.text(config, "calibration")
             digests["calibration_text"] = calibrating.digest
             if config.dataset.part == "test" and calibrating.digest == text.digest:
-                raise ConfigError(
-                    f"dataset={config.dataset.name}: thresholds would be calibrated on the text that is scored ({calibrating.source}). "
-                    "Give another text as dataset.files.calibration, or numbers for the thresholds; dataset.part=calibration scores the "
-                    "calibrating part on purpose."
-                )
+                said = f"thresholds would be calibrated on the text that is scored ({calibrating.source})"
+                ways = "Give another text as dataset.files.calibration, or numbers for the thresholds"
+                purpose = "dataset.part=calibration scores the calibrating part on purpose."
+                raise ConfigError(f"dataset={config.dataset.name}: {said}. {ways}; {purpose}")
         digests |= self._files_read(config)
         for name, module in zip(sorted(config.modules), modules, strict=True):
             if isinstance(module, ChoosesKernels) and module.measures:
@@ -230,10 +229,9 @@ def _check_adapter(adapter: type[Architecture], loaded: Loaded) -> None:
     from quicksilver.runtime.architecture import architecture_of
 
     if (found := type(architecture_of(loaded.model))) is not adapter:
-        raise ConfigError(
-            f"model.adapter: {adapter.__name__} serves the model types {', '.join(adapter.model_types)}, and this model is of "
-            f"{loaded.model.config.model_type}, which {found.__name__} serves. Leave model.adapter out, or name that type in the class."
-        )
+        of = f"{loaded.model.config.model_type}, which {found.__name__} serves. Leave model.adapter out, or name that type in the class."
+        types = ", ".join(adapter.model_types)
+        raise ConfigError(f"model.adapter: {adapter.__name__} serves the model types {types}, and this model is of {of}")
 
 
 def _folders(config: RunConfig) -> dict[str, Any]:
@@ -324,6 +322,98 @@ def _by_digest(folders: Iterable[Path]) -> dict[str, Path]:
     return {hashlib.sha256(path.read_bytes()).hexdigest(): path for path in paths if path.suffix in (".yaml", ".safetensors")}
 
 
+# --- precision=fastest: the plain number format and attention in which a prompt of this model takes least time on this machine ----------
+# Measured on the model itself, kept in the results folder by processor, and written into the config. So a record names what was chosen, and
+# equals that of a run which asks for the same by name.
+FORMATS = {"float32": None, "bfloat16": "bfloat16", "int8": "int8_dynamic"}  # and the module that computes in it
+PLAIN = "float32 sdpa"
+GAIN = 1.05  # another format must be so much faster than float32: it rounds more
+BATCH, ROUNDS = 2, 3  # prompts of a pass; passes of each candidate
+_FORMATS = "cache/precision.json"
+_said: set[str] = set()
+
+
+def in_fastest_precision(config: RunConfig) -> RunConfig:
+    """The config, which asks for it, in the fastest plain format.
+    Raises ConfigError: a module fixes the format or the attention, the model is cut among processes, or its checkpoint is
+    quantised."""
+    from quicksilver.runs.parts import module_entry
+    from quicksilver.runtime.quantized.kernels import machine
+
+    runs, prompt = RunContext(), config.protocol.prompt_tokens
+    files, digest = runs.files(config)
+    _check_precision(config, read_object(files.folder / "config.json"))
+    plain = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="float32", attn_implementation="sdpa"))
+    key = f"{digest} {config.model.device_map} {BATCH}x{prompt}"
+    with torch_threads(config.threads):
+        store = Store(config.results_dir)
+        times_ms = store.on_this_machine(_FORMATS, machine(), key, _are_times, lambda: format_times_ms(runs.model(plain), prompt))
+    fastest, *_ = ranked = sorted(times_ms, key=lambda name: times_ms[name])
+    chosen = fastest if times_ms[fastest] * GAIN < times_ms[PLAIN] else PLAIN
+    said = ", ".join(f"{name} {times_ms[name]:.1f} ms" for name in ranked)
+    if (line := f"precision=fastest: {chosen} for {config.model.name}. {BATCH} prompts take: {said}.") not in _said:
+        _said.add(line)
+        print(line, file=sys.stderr, flush=True)
+    number_format, attention = chosen.split()
+    integer = number_format == "int8"
+    model = dataclasses.replace(config.model, dtype="float32" if integer else number_format, attn_implementation=attention)
+    modules = dict([module_entry("int8_dynamic")]) if integer else {}
+    return dataclasses.replace(config, model=model, modules={**modules, **config.modules}, precision=None)
+
+
+def _check_precision(config: RunConfig, of_checkpoint: Mapping[str, object]) -> None:
+    asked = f"precision={config.precision}"
+    for name, module in zip(sorted(config.modules), build_modules(config.modules), strict=True):
+        if module.number_format != "float32" or name == "block_attention":
+            fixes = "the attention" if name == "block_attention" else f"the number format ({module.number_format})"
+            raise ConfigError(f"{asked}: modules.{name} fixes {fixes}. Leave one of the two out.")
+    if (parallel := config.model.parallel) is not None:
+        raise ConfigError(f"{asked}: one process measures, and model.parallel={parallel}. Give model.dtype=bfloat16.")
+    if "quantization_config" in of_checkpoint:
+        raise ConfigError(f"{asked}: the checkpoint of model={config.model.name} is quantised already. Leave {asked} out.")
+
+
+def _are_times(found: object) -> bool:
+    """Whether the file, which anybody may have edited, holds times of candidates."""
+    names = {f"{number_format} {attention}" for number_format in FORMATS for attention in ("sdpa", "eager")}
+    if not isinstance(found, dict) or PLAIN not in found or not names.issuperset(found):
+        return False
+    return all(isinstance(ms, float) and math.isfinite(ms) and ms > 0 for ms in found.values())
+
+
+def format_times_ms(loaded: Loaded, prompt_tokens: int) -> dict[str, float]:
+    """Median milliseconds of a pass over `BATCH` prompts by candidate, `float32 sdpa` …; what does not run here is left out.
+    Raises ConfigError: not even float32 with sdpa runs."""
+    import torch
+
+    from quicksilver.measure.latency import alternate, shared_weight_copy
+    from quicksilver.models.spec import ATTENTION
+    from quicksilver.runs.parts import module_entry
+    from quicksilver.runtime import apply
+    from quicksilver.runtime.block_attention import attention_function
+
+    model = loaded.model
+    most = getattr(model.config, "max_position_embeddings", None) or prompt_tokens
+    size = (BATCH, min(prompt_tokens, most))
+    ids = torch.randint(model.config.vocab_size, size, generator=torch.Generator().manual_seed(0)).to(model.device)
+    steps = {}
+    with ExitStack() as opened, torch.inference_mode():
+        for number_format, module in FORMATS.items():
+            for attention in ATTENTION:
+                copy = shared_weight_copy(model)
+                try:
+                    opened.enter_context(attention_function(copy, attention))
+                    opened.enter_context(apply(copy, build_modules(dict([module_entry(module)])) if module else []))
+                    copy(ids)
+                except (QuickSilverError, RuntimeError, NotImplementedError) as error:  # no such kernel on this device
+                    if f"{number_format} {attention}" == PLAIN:
+                        raise ConfigError(f"precision=fastest: the model does not run in {PLAIN}: {error}") from error
+                    continue
+                steps[f"{number_format} {attention}"] = partial(copy, ids)
+        timed = alternate(steps, warmup=1, repeats=ROUNDS, device=model.device, control=False)
+    return {name: samples.median for name, samples in timed.items()}
+
+
 # --- the machine ---------------------------------------------------------------------------------------------------------------
 def environment(other_runs: Sequence[str] = ()) -> EnvironmentEntry:
     """The machine and the libraries, for the record, with the runs that were made on this machine meanwhile."""
@@ -335,13 +425,8 @@ def environment(other_runs: Sequence[str] = ()) -> EnvironmentEntry:
 
     return EnvironmentEntry(
         platform.python_version(), torch.__version__, transformers.__version__, platform.platform(), processor(),
-        cores=os.cpu_count(),
-        threads=torch.get_num_threads(),
-        memory_bytes=psutil.virtual_memory().total,
-        load_average=os.getloadavg()[0],
-        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        other_runs=list(other_runs),
-        job=job(),
+        cores=os.cpu_count(), threads=torch.get_num_threads(), memory_bytes=psutil.virtual_memory().total, load_average=os.getloadavg()[0],
+        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None, other_runs=list(other_runs), job=job(),
     )  # fmt: skip
 
 

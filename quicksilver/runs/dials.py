@@ -228,10 +228,8 @@ def _bisected(
     chosen = at(inside)
     if not budget.met(chosen.reached):
         verb = "saves at most" if budget.kind == "save" else "costs at least"
-        raise ConfigError(
-            f"{dial.name} cannot {budget}: with {dial.keys[0]}={dial.text(inside)} it {verb} {chosen.reached:.1f}% on the calibrating text. "
-            "Ask less, take another dial, or widen its ends."
-        )
+        found = f"with {dial.keys[0]}={dial.text(inside)} it {verb} {chosen.reached:.1f}% on the calibrating text"
+        raise ConfigError(f"{dial.name} cannot {budget}: {found}. Ask less, take another dial, or widen its ends.")
     if budget.met((further := at(outside)).reached):
         chosen, halvings = further, 0
     for _ in range(halvings):

@@ -104,10 +104,9 @@ def _config_folder(config: ModelConfig, root: Path | None) -> Path:
                 cached = hf_hub_download(config.path, "config.json", revision=config.revision)
         return Path(cached).parent
     known = ", ".join(sorted(path.name for path in SHAPES.iterdir() if path.is_dir()))
-    raise ConfigError(
-        f"model={config.name}: its shape is not known here: there is no config.json in {config.path}. Give model.path=/folder with that file "
-        f"(weights are not needed for plan=true). Known without: {known}."
-    )
+    gone = f"its shape is not known here: there is no config.json in {config.path}"
+    give = "Give model.path=/folder with that file (weights are not needed for plan=true)"
+    raise ConfigError(f"model={config.name}: {gone}. {give}. Known without: {known}.")
 
 
 def measured_speed(dtype: str, device_map: str, *, seconds: float = 1.0, size: int = 1024) -> Speed:
@@ -311,10 +310,8 @@ def table(found: Sequence[Estimate], absent: Sequence[str] = (), workers: int = 
     def between(seconds: float) -> str:  # with the start of the command
         return f"{duration(_START_S + _FASTER * seconds)} to {duration(_START_S + _SLOWER * seconds)}"
 
-    seconds, how = (
-        sum(one.seconds for one in found),
-        f"{_FASTER} to {_SLOWER} times the sum at the speed measured now, and {_START_S:.0f} s of start",
-    )
+    seconds = sum(one.seconds for one in found)
+    how = f"{_FASTER} to {_SLOWER} times the sum at the speed measured now, and {_START_S:.0f} s of start"
     if elsewhere:
         how = "on this machine's processor: the speed of a GPU or of other machines, and their start, is not known here"
     seconds = sum(one.seconds for one in found)

@@ -82,10 +82,9 @@ def check_launcher(settings: DictConfig, configs: Iterable[RunConfig], results_d
         ways = "hydra.launcher.exclusive=true, which asks for a whole node for each worker"
     timed = next((timed for config in configs for timed in timed_measurements(config)), None)
     if timed is not None and not alone:
-        raise ConfigError(
-            f"hydra/launcher={name}: measure.{timed} reads a clock, and {workers} workers would share a machine. Use {ways}, or measure "
-            f"nothing that is timed: measure=sweep, measure=quick, or measure.{timed}.enabled=false."
-        )
+        said = f"hydra/launcher={name}: measure.{timed} reads a clock, and {workers} workers would share a machine. Use {ways}"
+        untimed = f"measure=sweep, measure=quick, or measure.{timed}.enabled=false"
+        raise ConfigError(f"{said}, or measure nothing that is timed: {untimed}.")
     return workers
 
 

@@ -112,11 +112,10 @@ class Space:
 def space_of(words: Sequence[str], params: Mapping[str, str] | None) -> Space:
     """From Hydra's words: `key=a,b` or `choice(a,b)` one of several, `interval(0,1)` any between, `range(1,9)` whole numbers.
     Raises ConfigError: nothing is drawn, or an interval that is none. HydraException: a word that is no override."""
-    more = [parsed(f"{key}={value}") for key, value in (params or {}).items()]
+    more = {key: parsed(f"{key}={value}") for key, value in (params or {}).items()}
     given = {one.key_or_group: one for one in map(parsed, words)}  # of two words for one key the later one counts
-    drawn: dict[str, Any] = {}
-    fixed = []
-    for one in (*(one for one in more if one.key_or_group not in given), *given.values()):
+    drawn, fixed = dict[str, Any](), list[str]()
+    for one in (*(one for one in more.values() if one.key_or_group not in given), *given.values()):
         if not one.is_sweep_override():
             fixed.append(str(one.input_line))
             continue
@@ -125,9 +124,8 @@ def space_of(words: Sequence[str], params: Mapping[str, str] | None) -> Space:
         except ValueError as error:  # optuna's, of an interval that is none
             raise ConfigError(f"{one.input_line}: {error}") from error
     if not drawn:
-        raise ConfigError(
-            "hydra/sweeper=optuna draws nothing: give a key several values, modules.halting.tau_drift=interval(0.01,0.5)."
-        )
+        example = "modules.halting.tau_drift=interval(0.01,0.5)"
+        raise ConfigError(f"hydra/sweeper=optuna draws nothing: give a key several values, {example}.")
     return Space(drawn, tuple(fixed))
 
 

@@ -280,10 +280,8 @@ def _check_signatures(key: str, cls: type) -> None:
 
 def _arguments(key: str, entry: Mapping[str, Any], cls: type) -> dict[str, Any]:
     """What the section `key` gives `cls`; raises ConfigError for an option that it does not have."""
-    arguments, parameters = (
-        {name: value for name, value in entry.items() if name != "_target_"},
-        inspect.signature(cls).parameters,
-    )
+    arguments = {name: value for name, value in entry.items() if name != "_target_"}
+    parameters = inspect.signature(cls).parameters
     named = (one for one in parameters.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD))
     if missing := [one.name for one in named if one.default is one.empty and one.name not in arguments]:
         needs = f"{key}: {cls.__name__} needs {' and '.join(missing)}"

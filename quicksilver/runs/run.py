@@ -31,15 +31,7 @@ from quicksilver.records.lease import host_name
 from quicksilver.records.record import CALIBRATIONS, CHECKSUM, EVENTS, SCHEMA_VERSION, TRACE, WINDOWS, Record, check_files
 from quicksilver.records.store import Blocks, Draft, Store, SupersededError
 from quicksilver.runs.config import RunConfig
-from quicksilver.runs.context import (
-    RunContext,
-    asks_for_calibration,
-    calibration_provenance,
-    environment,
-    job,
-    timed_measurements,
-    torch_threads,
-)
+from quicksilver.runs.context import RunContext, calibration_provenance, environment, job, timed_measurements, torch_threads
 from quicksilver.runs.parts import build_measurements, build_modules
 from quicksilver.runs.tracker import NotMirrored, check_tracker, mirror
 from quicksilver.runtime.errors import ConfigError
@@ -122,9 +114,8 @@ class Plan:
 
 def joined(plans: Sequence[Plan]) -> Plan:
     """One plan of several, made with the context of the first."""
-    return _plan_of(
-        (step for one in plans for step in one.steps), (step for one in plans for step in one.wanted), plans[0].context
-    )
+    wanted = (step for one in plans for step in one.wanted)
+    return _plan_of((step for one in plans for step in one.steps), wanted, plans[0].context)
 
 
 def _plan_of(steps: Iterable[Planned], wanted: Iterable[Planned], context: RunContext) -> Plan:
@@ -211,10 +202,9 @@ def make(
     for config in (step.config for step in planned.wanted):
         check_tracker(config.tracker)
         if config.model.parallel is not None and parallel.processes() < 2:
-            raise ConfigError(
-                f"model.parallel={config.model.parallel}: the model is cut among the processes of torchrun, and this is one alone: start "
-                "torchrun --nproc-per-node 2 -m quicksilver run …"
-            )
+            said = "the model is cut among the processes of torchrun, and this is one alone"
+            start = "torchrun --nproc-per-node 2 -m quicksilver run …"
+            raise ConfigError(f"model.parallel={config.model.parallel}: {said}: start {start}")
     for results_dir in dict.fromkeys(step.config.results_dir for step in planned.wanted):
         Store(results_dir).clean()
     missing = [step for step in planned.steps if not step.done]
@@ -447,6 +437,7 @@ def measured_scalars(
 def calibrated_modules(config: RunConfig, context: RunContext, store: Store) -> tuple[list[Any], CalibrationEntry | None]:
     """The modules of a run, percentiles resolved on the calibration part of the dataset; and what the record says of that."""
     from quicksilver.modules.calibration import calibrate_modules
+    from quicksilver.runs.context import asks_for_calibration
     from quicksilver.runtime.quantized.kernels import ChoosesKernels
 
     modules = build_modules(config.modules, context.model(config).tokenizer)

@@ -40,17 +40,14 @@ def frames(draw):
         "object": st.one_of(st.text(max_size=3), st.none()),
     }
     kinds = {name: "object" if name == "note" else kind.replace("object", "float64") for name, kind in kinds.items()}
-    return pd.DataFrame(
-        {name: pd.Series(draw(st.lists(values[kind], min_size=rows, max_size=rows)), dtype=kind) for name, kind in kinds.items()}
-    )
+    columns = {name: draw(st.lists(values[kind], min_size=rows, max_size=rows)) for name, kind in kinds.items()}
+    return pd.DataFrame({name: pd.Series(column, dtype=kinds[name]) for name, column in columns.items()})
 
 
 def written(folder, drawn, lines=()) -> list[dict]:
     """The lines of an archive of these windows."""
-    lines = lines or [
-        {"ppl": 2.5, "fingerprint": f"{number:020x}", archive.ENTRY: archive.described(frame)}
-        for number, frame in enumerate(drawn)
-    ]
+    entries = enumerate(map(archive.described, drawn))
+    lines = lines or [{"ppl": 2.5, "fingerprint": f"{number:020x}", archive.ENTRY: entry} for number, entry in entries]
     archive.write(folder, lines, {one["fingerprint"]: frame for one, frame in zip(lines, drawn, strict=True)})
     return lines
 

@@ -28,15 +28,15 @@ def test_every_file_of_the_package_says_which_calibrating_text_it_was_made_on(pa
 
 
 def test_files_are_found_by_what_they_hold_and_percentiles_by_the_runs_own_text():
-    schedules = next(path for path in FILES if path.name == "schedules.yaml")
+    own = next(path for path in FILES if path.name == "schedules.yaml")
     digests = {
         "text": "0" * 64,
-        OF_SCHEDULES: hashlib.sha256(schedules.read_bytes()).hexdigest(),
         "gates.mine.gone.safetensors": "1" * 64,
+        OF_SCHEDULES: hashlib.sha256(own.read_bytes()).hexdigest(),
     }
     gone = {"gates/gone.safetensors": {}}  # it was made on something, and nothing says on what
     found = calibration_provenance(digests, "books", {"windows": 16})
-    assert found == gone | {"predicted_kv/schedules.yaml": texts_of(schedules), THRESHOLDS: {"books": 16}}
+    assert found == gone | {"predicted_kv/schedules.yaml": texts_of(own), THRESHOLDS: {"books": 16}}
     assert calibration_provenance({"text": "0" * 64}, "books", None) == {}
 
 

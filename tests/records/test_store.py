@@ -278,10 +278,7 @@ EDITS = {
     "one operation": ({"executed_flops": 1}, "executed_flops is 1, of"),
     "more than could be": ({"executed_flops": 10**15}, "executed_flops is 1000000000000000, of"),
     "fewer than none": ({"nominal_flops": -1}, "nominal_flops is -1"),
-    "weights of another model": (
-        {"model": {"weights_digest": "ab" * 32}},
-        "digest of its weights is not the one in its identity",
-    ),
+    "other weights": ({"model": {"weights_digest": "ab" * 32}}, "the digest of its weights is not the one in its identity"),
     "another text": ({"data": {"digest": "ab" * 32}}, "the digest of its text is not the one in its identity"),
     "another identity": ({"identity": {"numerics_version": 99}}, "identity is not that of its fingerprint"),
     "no model": ({"model": None}, "model is None, not an object"),

@@ -21,6 +21,7 @@ import lzma
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,10 +48,8 @@ def write(folder: Path, contents: Sequence[Mapping[str, Any]], frames: Mapping[s
 
     lines = [json.dumps({"fingerprint": one["fingerprint"], **one}, allow_nan=False, separators=(",", ":")) for one in contents]
     (folder / RECORDS).write_bytes(packed("".join(f"{line}\n" for line in lines).encode()))
-    tables = [
-        pa.Table.from_pandas(frames[one["fingerprint"]].assign(**{_OF: one["fingerprint"]}), preserve_index=False)
-        for one in contents
-    ]
+    named = (frames[one["fingerprint"]].assign(**{_OF: one["fingerprint"]}) for one in contents)
+    tables = [pa.Table.from_pandas(frame, preserve_index=False) for frame in named]
     together = pa.concat_tables([table.replace_schema_metadata(None) for table in tables], promote_options="permissive")
     (folder / WINDOWS).write_bytes(_parquet(together.select([_OF, *(name for name in together.column_names if name != _OF)])))
 
@@ -103,48 +102,33 @@ def described(frame: pd.DataFrame) -> dict[str, Any]:
 
 
 def names(folder: Path) -> list[str]:
-    """Fingerprints of the records in `folder`; none where it has no archive.
-
-    Raises:
-        ConfigError: the file is damaged.
-    """
+    """Fingerprints of the records in `folder`; none where it has no archive. Raises ConfigError: the file is damaged."""
     return list(_lines_of(folder))
 
 
 def text(folder: Path, fingerprint: str) -> str | None:
-    """The record's line; None: it is not there.
-
-    Raises:
-        ConfigError: the file is damaged.
-    """
+    """The record's line; None: it is not there. Raises ConfigError: the file is damaged."""
     line = _lines_of(folder).get(fingerprint)
     return None if line is None else line.decode()
 
 
 def windows(folder: Path, fingerprint: str, entry: Mapping[str, Any]) -> pd.DataFrame:
     """The record's windows as the run wrote them; `entry` is its `ENTRY`.
-
-    Raises:
-        ConfigError: the file is damaged, or its rows are not those of the record.
-    """
+    Raises ConfigError: the file is damaged, or its rows are not those of the record."""
     import pandas as pd
 
     path = folder / WINDOWS
     try:
         table, arrays, places = _windows_of(path, state(path))
         first, count = places[fingerprint]
-        columns = {}
-        for name in entry["columns"]:
+        rows, columns = slice(first, first + count), {}
+        for name, kind in entry["columns"].items():
             values, there = arrays[name]
-            rows = slice(first, first + count)
-            columns[name] = values[rows] if there[rows].all() else table[name].slice(first, count).to_pylist()
-        # Only a column of another type is converted: that takes ten times as long. Of objects pandas would guess a type.
-        kinds = {
-            name: kind
-            for name, kind in entry["columns"].items()
-            if kind == "object" or kind != str(getattr(columns[name], "dtype", ""))
-        }
-        frame = pd.DataFrame(columns | {name: pd.Series(columns[name], dtype=kind) for name, kind in kinds.items()})
+            column = values[rows] if there[rows].all() else table[name].slice(first, count).to_pylist()
+            # Only a column of another type is converted: that takes ten times as long. Of objects pandas would guess a type.
+            is_other = kind == "object" or kind != str(getattr(column, "dtype", ""))
+            columns[name] = pd.Series(column, dtype=kind) if is_other else column
+        frame = pd.DataFrame(columns)
         whole = _digest(frame) == entry["sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
@@ -155,17 +139,15 @@ def windows(folder: Path, fingerprint: str, entry: Mapping[str, Any]) -> pd.Data
 
 def state(path: Path) -> _State | None:
     """What changes with the file; None: it is not there."""
-    try:
+    with suppress(OSError):
         found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_size, found.st_mtime_ns, found.st_ino
+        return found.st_size, found.st_mtime_ns, found.st_ino
+    return None
 
 
 def _lines_of(folder: Path) -> Mapping[str, bytes]:
     path = folder / RECORDS
-    now = state(path)
-    return {} if now is None else _lines(path, now)
+    return {} if (now := state(path)) is None else _lines(path, now)
 
 
 @lru_cache(maxsize=4)
@@ -176,8 +158,7 @@ def _lines(path: Path, _: _State) -> Mapping[str, bytes]:
         raise _damaged(path, str(error)) from error
     found = {}
     for number, line in enumerate(lines, 1):
-        match = _FINGERPRINT.match(line)
-        if match is None:
+        if (match := _FINGERPRINT.match(line)) is None:
             raise _damaged(path, f"line {number} is no record")
         found[match[1].decode()] = line
     return found

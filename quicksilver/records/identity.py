@@ -76,10 +76,8 @@ def canonical(value: Any) -> Any:
 
 def foreign_sources(classes: Iterable[type]) -> dict[str, str]:
     """sha256 of the files that define `classes` and what they inherit from, by module name, this package's and Python's own left out.
-
-    Raises:
-        ConfigError: a class without source, typed at a prompt for instance: nothing would tell its next version from this one.
-    """
+    Raises ConfigError: a class without source, typed at a prompt for instance: nothing would tell its next version from this
+    one."""
     found = {}
     for cls in dict.fromkeys(base for one in classes for base in one.__mro__):
         top = cls.__module__.partition(".")[0]
@@ -91,16 +89,13 @@ def foreign_sources(classes: Iterable[type]) -> dict[str, str]:
             try:
                 content = inspect.getsource(cls).encode()  # of a notebook's cell
             except (OSError, TypeError):
-                raise ConfigError(
-                    f"{cls.__module__}.{cls.__qualname__} has no source file, so its records could not be told from those of another "
-                    "version: put the class into a file."
-                ) from None
+                why = "so its records could not be told from those of another version: put the class into a file."
+                raise ConfigError(f"{cls.__module__}.{cls.__qualname__} has no source file, {why}") from None
         found[cls.__module__] = hashlib.sha256(content).hexdigest()
     return dict(sorted(found.items()))
 
 
 # --- what record.json says of a run: `Record` is read back into these ---------------------------------------------------------------
-
 Execution = Literal["compact", "masked", "decide"]
 Ledger = Literal["executed", "nominal", "paper", "prompt_executed", "prompt_nominal", "prompt_paper"]
 ProtocolName = Literal["all", "continuation"]

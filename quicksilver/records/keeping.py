@@ -32,6 +32,8 @@ _LARGE_BYTES = 1_500_000  # of one file, as it would be kept
 
 def commit_records(store: Store, wanted: Mapping[str, Collection[str]], renewed: Collection[str] | None = None) -> list[Path]:
     """Copy records from runs/ to records/, those they are compared with included; remove from there what is no longer wanted.
+    Raises ConfigError: a record is not there, or not whole; records/ is a link, or has a file of somebody else. Nothing was
+    changed.
 
     Args:
         wanted: fingerprint to what to keep beside record.json and windows.parquet: names of files, or `FILE:PATTERN` for the columns of a
@@ -40,32 +42,24 @@ def commit_records(store: Store, wanted: Mapping[str, Collection[str]], renewed:
 
     Returns:
         Where they are: `load_record` reads each.
-
-    Raises:
-        ConfigError: a record is not there, or not whole; records/ is a link, or has a file of somebody else. Nothing was changed.
     """
     records: dict[str, tuple[Record, set[str]]] = {}
-    old, missing = store.root / KEPT, dict[str, None]()
-
-    def add(fingerprint: str, parts: Collection[str]) -> str | None:
-        """The record's dense one, where it has one."""
+    old, missing, left = store.root / KEPT, dict[str, None](), [*wanted.items()][::-1]
+    while left:
+        fingerprint, parts = left.pop()
         made, there = store.path(fingerprint), archive.text(old, fingerprint) is not None
         if not made.exists() and not there:
             missing[fingerprint] = None
-            return None
+            continue
         stays = there and not (made.exists() and (renewed is None or fingerprint in renewed))
         record = load_record(old / fingerprint if stays else made)
         records.setdefault(fingerprint, (record, set()))[1].update(parts)
-        return record.dense_fingerprint
-
-    for fingerprint, parts in wanted.items():
-        if (dense := add(fingerprint, parts)) is not None:
-            add(dense, ())
+        if (dense := record.dense_fingerprint) is not None and dense not in records:
+            left.append((dense, ()))
     if missing:
-        raise ConfigError(
-            f"{store.runs}: there is no run {', '.join(missing)}. A record needs the dense run that it is compared with: "
-            f"cp -r {' '.join(f'FOLDER/results/runs/{name}' for name in missing)} {store.runs}/"
-        )
+        copy = f"cp -r {' '.join(f'FOLDER/results/runs/{name}' for name in missing)} {store.runs}/"
+        needs = f"A record needs the dense run that it is compared with: {copy}"
+        raise ConfigError(f"{store.runs}: there is no run {', '.join(missing)}. {needs}")
     _check_own(old)
     with store.writing():
         aside = Path(tempfile.mkdtemp(prefix=f".{KEPT}-", dir=store.root))
@@ -92,12 +86,10 @@ def _check_own(folder: Path) -> None:
     for name in archive.names(folder):
         own |= {f"{name}/{file}" for file in parse_json(archive.text(folder, name) or "{}").get("files", ())}
     for place, folders, files in os.walk(folder):
-        links = [name for name in folders if (Path(place) / name).is_symlink()]
-        for name in sorted((*files, *links)):
-            path = Path(place) / name
-            relative = path.relative_to(folder).as_posix()
-            calibration = relative == f"{CALIBRATIONS}/{name}" and path.suffix == ".json" and not path.is_symlink()
-            if path.is_symlink() or not (relative in own or calibration):
+        for path in sorted(Path(place) / name for name in (*files, *folders)):
+            calibration = path.parent == folder / CALIBRATIONS and path.suffix == ".json"
+            mine = path.is_dir() or calibration or path.relative_to(folder).as_posix() in own
+            if path.is_symlink() or not mine:
                 raise ConfigError(f"{path} is none of the repository's records, and {folder} is replaced whole: move it away.")
 
 
@@ -156,20 +148,17 @@ def _what_was_calibrated(provenance: Mapping[str, Any]) -> str:
 def _without_places(content: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of record.json without folders of the machine that made it, and without options of measurements that were not made: an eighth
     of a small record. The identity has none of them."""
+    config, data, calibration = content["config"], content["data"], content.get("calibration")
+    asked = config["measure"].items()
+    measure = {name: one for name, one in asked if not (isinstance(one, Mapping) and one.get("enabled") is False)}
     kept = {key: entry for key, entry in content.items() if key != CHECKSUM}
-    measure = {
-        name: one
-        for name, one in kept["config"]["measure"].items()
-        if not (isinstance(one, Mapping) and one.get("enabled") is False)
-    }
-    kept["config"] = kept["config"] | {"results_dir": "results", "data": {"root": None}, "measure": measure}
-    kept["data"] = kept["data"] | {"source": _name(kept["data"]["source"])}
-    if kept.get("calibration"):
-        calibration = dict(kept["calibration"]) | {"text_source": _name(kept["calibration"]["text_source"])}
+    kept["config"] = config | {"results_dir": "results", "data": {"root": None}, "measure": measure}
+    kept["data"] = data | {"source": _name(data["source"])}
+    if calibration:
         provenance = dict(calibration.get("provenance") or {})
         if isinstance(source := provenance.get("source"), Mapping) and isinstance(source.get("text"), str):
             provenance["source"] = {**source, "text": _name(source["text"])}
-        kept["calibration"] = calibration | {"provenance": provenance}
+        kept["calibration"] = calibration | {"text_source": _name(calibration["text_source"]), "provenance": provenance}
     return kept
 
 

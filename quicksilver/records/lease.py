@@ -81,14 +81,12 @@ def take(path: Path) -> Lease | None:
 
 def wait(path: Path, waiting: Callable[[], None] = lambda: None) -> Lease:
     """`take`, as soon as it can be had; `waiting` is called once before a wait."""
-    nap_s = 0.01
-    lease = take(path)
+    nap_s, lease = 0.01, take(path)
     if lease is None:
         waiting()
     while lease is None:
         time.sleep(nap_s)
-        nap_s = min(2 * nap_s, _LONGEST_NAP_S)
-        lease = take(path)
+        nap_s, lease = min(2 * nap_s, _LONGEST_NAP_S), take(path)
     return lease
 
 
@@ -104,8 +102,7 @@ def is_held(path: Path) -> bool:
 
 def remove_abandoned(path: Path) -> bool:
     """Take away a lease whose holder is dead; False: the holder is alive."""
-    seen = _abandoned(path)
-    if seen is None:
+    if (seen := _abandoned(path)) is None:
         return False
     stale_path = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
@@ -199,6 +196,10 @@ class _Heart:
     """Touches the leases of this process until they are given up."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """A child holds none of its parent's leases."""
         self.paths: set[Path] = set()
         self._thread: threading.Thread | None = None
 
@@ -221,12 +222,4 @@ class _Heart:
 
 
 _heart = _Heart()
-
-
-def _after_fork() -> None:
-    """A child holds none of its parent's leases."""
-    global _heart
-    _heart = _Heart()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_heart.forget)

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -64,9 +64,8 @@ _AMOUNT = re.compile(
 )
 _SHARE = re.compile(r"(^|_)(agreement|share|accuracy|distinct|repeated)$")
 _ROUNDING = 1e-6
-_SEEN_SHARE = (
-    5e-3  # of the paper's count on scored tokens: what keys that left the prompt take off at most, where texts differ in length
-)
+# Of the paper's count on scored tokens: what keys that left the prompt take off at most, where texts differ in length.
+_SEEN_SHARE = 5e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,28 +124,23 @@ class Record:
 
     def measured(self, name: str, result: type[R]) -> R:
         """What the measurement of that name in the config found, as the class of its result.
-
-        Raises:
-            ConfigError: it was not measured in this run, or what is there is not what the class says.
-        """
+        Raises ConfigError: it was not measured in this run, or what is there is not what the class says."""
         found = self.found(name, result)
         if found is None:
-            raise ConfigError(
-                f"{self.path / RECORD} has no {name!r}: it was not measured in this run (measure={self.config['measure']['name']})."
-            )
+            asked = f"it was not measured in this run (measure={self.config['measure']['name']})"
+            raise ConfigError(f"{self.path / RECORD} has no {name!r}: {asked}.")
         return found
 
     def found(self, name: str, result: type[R]) -> R | None:
         """`measured`, or None where it was not measured in this run.
-
-        Raises:
-            ConfigError: what is there is not what the class says.
-        """
+        Raises ConfigError: what is there is not what the class says."""
         if (name, result) in self._results:
             return typing.cast("R | None", self._results[name, result])
         section = name if result.section is None else result.section
         content = self.content if section == "" else self.content.get(section)
-        if content is None or (section == "" and not content.keys() & {field.name for field in _required(result)}):
+        optional = (dataclasses.MISSING, dataclasses.MISSING)
+        always = {one.name for one in dataclasses.fields(result) if (one.default, one.default_factory) == optional}
+        if content is None or (section == "" and not content.keys() & always):
             return None
         try:
             self._results[name, result] = result.from_json(content)
@@ -241,20 +235,12 @@ class Record:
 
     @cached_property
     def trace_path(self) -> Path | None:
-        """Where the decisions are; None in a dense record.
-
-        Raises:
-            ConfigError: the file is damaged.
-        """
+        """Where the decisions are; None in a dense record. Raises ConfigError: the file is damaged."""
         return next((self._checked(name) for name in (TRACE, PACKED_TRACE) if name in self.files), None)
 
     @cached_property
     def windows(self) -> pd.DataFrame:
-        """windows.parquet.
-
-        Raises:
-            ConfigError: the file is damaged, or its sums are not those of record.json.
-        """
+        """windows.parquet. Raises ConfigError: the file is damaged, or its sums are not those of record.json."""
         frame: pd.DataFrame
         if self.is_kept:
             frame = archive.windows(self.path.parent, self.fingerprint, self.content[archive.ENTRY])
@@ -263,11 +249,8 @@ class Record:
 
             # As pandas.read_parquet, in half its time: a ledger of claims reads hundreds.
             frame = pq.ParquetFile(self._checked(WINDOWS)).read().to_pandas()
-        for column, total in (
-            ("tokens", self.quality.tokens),
-            ("nll_nats", self.quality.nll_nats),
-            ("executed_flops", self.flops("executed")),
-        ):
+        for column in ("tokens", "nll_nats", "executed_flops"):
+            total = getattr(self.quality, column)
             if column not in frame or not math.isclose(float(frame[column].sum()), float(total or 0), rel_tol=1e-6):
                 raise _corrupt(self.path, f"{column} of {WINDOWS} does not add up to {total} in {RECORD}")
         return frame
@@ -289,10 +272,7 @@ class Record:
 
     def arrays(self, name: str) -> dict[str, np.ndarray]:
         """The arrays of one of its safetensors files, packed or not; of a record that the repository keeps, those that something reads.
-
-        Raises:
-            ConfigError: it has no such file, or the file is damaged.
-        """
+        Raises ConfigError: it has no such file, or the file is damaged."""
         from safetensors import SafetensorError
         from safetensors.numpy import load
 
@@ -319,10 +299,7 @@ class Record:
         own names, those of the dense model as `dense_…`, the components as `pca_0` …; of a dense record, its own. `active` and `kv` are
         booleans, `bits` and `carrier` whole numbers. `nll_nats` and `dense_nll_nats` repeat in every layer. A record that the repository
         keeps may have fewer columns.
-
-        Raises:
-            ConfigError: the run looked into no text, not into that many, or the file is damaged.
-        """
+        Raises ConfigError: the run looked into no text, not into that many, or the file is damaged."""
         import pandas as pd
 
         texts = self.texts
@@ -372,7 +349,7 @@ def load_record(folder: Path | str) -> Record:
 def _loaded(folder: Path, files: tuple[tuple[str, int, int, int], ...], archived: tuple[Any, ...]) -> Record:
     """`files`, `archived`: what the folder and the archive have, so that a file that changes is read again."""
     try:
-        content = parse_json(_text(folder), parse_constant=_not_finite, parse_float=_finite)
+        content = parse_json(_text(folder), parse_constant=_finite, parse_float=_finite)
     except ValueError as error:
         raise _corrupt(folder, f"{RECORD} is damaged: {error}") from error
     except OSError as error:
@@ -380,10 +357,9 @@ def _loaded(folder: Path, files: tuple[tuple[str, int, int, int], ...], archived
     if not isinstance(content, dict) or "schema_version" not in content:
         raise _corrupt(folder, f"{RECORD} has no schema_version")
     if content["schema_version"] != SCHEMA_VERSION:
-        raise ConfigError(
-            f"{folder} is a record of schema {content['schema_version']} and this version of QuickSilver reads schema {SCHEMA_VERSION}. "
-            "Move that folder away to have the run made again, or read it with the version that wrote it."
-        )
+        said = f"of schema {content['schema_version']} and this version of QuickSilver reads schema {SCHEMA_VERSION}"
+        ways = "Move that folder away to have the run made again, or read it with the version that wrote it."
+        raise ConfigError(f"{folder} is a record {said}. {ways}")
     record = record_of(folder, content)
     if record.fingerprint != folder.name:
         raise _corrupt(folder, f"{RECORD} belongs to the run {record.fingerprint}")
@@ -403,11 +379,8 @@ def _text(folder: Path) -> str:
 
 def record_of(folder: Path, content: Mapping[str, Any]) -> Record:
     """The record that `folder` is with this content of record.json.
-
-    Raises:
-        ConfigError: the content was changed after it was written, is not what its types say, contradicts itself, or a file is missing or
-            cut short.
-    """
+    Raises ConfigError: the content was changed after it was written, is not what its types say, contradicts itself, or a file
+    is missing or cut short."""
     if content.get(CHECKSUM) != checksum(content):
         raise _corrupt(folder, f"{RECORD} is not as it was written: its checksum is another")
     try:
@@ -474,29 +447,15 @@ def _impossible(node: Any, key: str = "") -> str | None:
     return None
 
 
-def _required(result: type[Result]) -> list[dataclasses.Field[Any]]:
-    """The fields that a result always has."""
-    fields, missing = dataclasses.fields(result), dataclasses.MISSING
-    return [field for field in fields if field.default is missing and field.default_factory is missing]
-
-
-def _not_finite(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number")
-
-
 def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is not a finite number")
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is {'not a finite' if text[-1].isdigit() else 'no'} number")
     return number
 
 
 def check_files(record: Record) -> None:
     """Compare every file of a record with the digest that was written with it.
-
-    Raises:
-        ConfigError: one is not the file that was recorded.
-    """
+    Raises ConfigError: one is not the file that was recorded."""
     _ = record._whole
 
 

@@ -89,9 +89,8 @@ def _check_observations(arrays: Sequence[NDArray[np.float64]]) -> None:
         raise ConfigError(f"windows do not pair: the samples have {', '.join(map(str, sorted(sizes)))} of them.")
     (size,) = sizes
     if size < MIN_WINDOWS:
-        raise ConfigError(
-            f"an interval needs at least {MIN_WINDOWS} windows and there are {size}: raise dataset.windows, or take a longer text."
-        )
+        needs = f"an interval needs at least {MIN_WINDOWS} windows and there are {size}"
+        raise ConfigError(f"{needs}: raise dataset.windows, or take a longer text.")
     if not all(np.isfinite(array).all() for array in arrays):
         raise ConfigError("an interval needs finite numbers in every window.")
 
@@ -180,15 +179,10 @@ def paired_records(
 def pairs_of(
     record: Record, baseline: Record, column: str = "nll_nats", baseline_column: str = "nll_nats"
 ) -> tuple[NDArray[np.float64], ...]:
-    """Nats and tokens of each window of a record, then of its baseline, (W,) each.
-
-    Raises:
-        ConfigError: as `paired_records`.
-    """
+    """Nats and tokens of each window of a record, then of its baseline, (W,) each. Raises ConfigError: as `paired_records`."""
+    both = f"{record.path} and {baseline.path}"
     if record.data.token_digest != baseline.data.token_digest or record.protocol != baseline.protocol:
-        raise ConfigError(
-            f"{record.path} and {baseline.path} scored different text, or by different protocols: they do not pair."
-        )
+        raise ConfigError(f"{both} scored different text, or by different protocols: they do not pair.")
     for one, needed in ((record, column), (baseline, baseline_column)):
         if needed not in one.windows:
             raise ConfigError(f"{one.path}/windows.parquet has no column {needed}; it has {', '.join(one.windows.columns)}.")
@@ -196,7 +190,7 @@ def pairs_of(
     if not np.array_equal(ours["window"], theirs["window"]) or not ours["window"].is_unique:
         ours, theirs = ours.set_index("window"), theirs.set_index("window")
         if set(ours.index) != set(theirs.index) or not ours.index.is_unique or len(ours) != len(theirs):
-            raise ConfigError(f"{record.path} and {baseline.path} scored different windows: they do not pair.")
+            raise ConfigError(f"{both} scored different windows: they do not pair.")
         theirs = theirs.loc[ours.index]
     columns = (ours[column], ours["tokens"], theirs[baseline_column], theirs["tokens"])
     return tuple(values.to_numpy(np.float64) for values in columns)
@@ -211,10 +205,7 @@ def check_pairs(record: Record, baseline: Record, column: str = "nll_nats", base
 
 def sign_flip_p(differences: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0) -> float:
     """How often paired differences (W,) whose signs are tossed have a mean as far from 0 as these: a two-sided permutation test.
-
-    Raises:
-        ConfigError: fewer than 8 windows, numbers that are not finite.
-    """
+    Raises ConfigError: fewer than 8 windows, numbers that are not finite."""
     values = np.sort(np.asarray(differences, dtype=np.float64))
     if len(values) < MIN_WINDOWS or not np.isfinite(values).all():
         raise ConfigError(f"a test needs at least {MIN_WINDOWS} windows with finite numbers; there are {len(values)}.")
@@ -226,10 +217,8 @@ def _sign_flip_p(differences: bytes, resamples: int, seed: int) -> float:
     from scipy import stats
 
     values = np.frombuffer(differences)
-    found = stats.permutation_test(
-        (values,), np.mean, permutation_type="samples", vectorized=True, n_resamples=resamples, rng=np.random.default_rng(seed)
-    )
-    return float(found.pvalue)
+    draws = {"n_resamples": resamples, "rng": np.random.default_rng(seed)}
+    return float(stats.permutation_test((values,), np.mean, permutation_type="samples", vectorized=True, **draws).pvalue)
 
 
 def mean(values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -2,8 +2,17 @@
 
 A run writes into a draft, `runs/.drafts/<fingerprint>-…`, and renames it when everything is on disk: what is in `runs` without a dot is whole.
 Beside each draft lies the lease of its writer (lease.py), from before the directory is made until after it is gone: a draft without a living
-holder may be removed by anybody. Scored blocks (blocks.py) stay there until the record is made. Processes after the same fingerprint take turns;
-if two write it all the same (a lease ran out), the second rename fails and its writer keeps the first's record.
+holder may be removed by anybody. Processes after the same fingerprint take turns; if two write it all the same (a lease ran out), the second
+rename fails and its writer keeps the first's record.
+
+Windows that an unfinished run has scored lie in blocks, and whoever makes the run goes on behind them:
+
+results/runs/.drafts/<fingerprint>/<windows of a block>-<code>/
+    quality-000064.block    the windows from 64 on: a line with the digest of the rest, a line of json (rows, bytes), the decisions' tensors
+    quality-000064.lock     the lease of the process that computes them
+
+A block appears in one rename, and goes once the record of its run is there. Blocks of other code or of another size have a folder of their own:
+no record is made of both. Several processes may make the same run: each takes the next free block (`lease.py`), and all of them get all.
 """
 
 from __future__ import annotations
@@ -15,11 +24,14 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
@@ -27,10 +39,14 @@ from quicksilver.files import fingerprint_of, write_atomically
 from quicksilver.records import archive, lease
 from quicksilver.records.record import CALIBRATIONS, CHECKSUM, EVENTS, RECORD, Record, checksum, load_record, record_of
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
-from quicksilver.runtime.reading import read_json
+from quicksilver.runtime.reading import parse_json, read_json
+
+if TYPE_CHECKING:
+    from quicksilver.measure.perplexity import Block, Compute, Keep
 
 KEPT = "records"  # beside runs/: committed records (archive.py)
 PROGRESS = "progress.json"  # in a draft: how far it is
+NAP_S = 0.2  # where all blocks that are left are computed elsewhere
 _LEASE = ".lease"
 _DRAFT = re.compile(r"[0-9a-f]{20}-\d+-[0-9a-f]{8}(-before)?")  # names of `Store.draft`
 
@@ -76,21 +92,14 @@ class Store:
         self.drafts = self.runs / ".drafts"
         self.kept = self.root / KEPT if records == "any" else None
         self._own = records == "own"
-
-    @property
-    def kept_calibrations(self) -> Path | None:
-        """Where committed calibrations are; None: they do not count."""
-        return None if self._own else self.root / KEPT / CALIBRATIONS
+        self.kept_calibrations = None if self._own else self.root / KEPT / CALIBRATIONS  # committed ones, where they count
 
     def path(self, fingerprint: str) -> Path:
         return self.runs / fingerprint_of(fingerprint)
 
     def get(self, fingerprint: str) -> Record | None:
         """The record of that fingerprint; None: it has not been made.
-
-        Raises:
-            ConfigError: something is there that is not a whole record of this schema.
-        """
+        Raises ConfigError: something is there that is not a whole record of this schema."""
         folder = self.folder(fingerprint)
         record = load_record(folder) if folder.parent == self.kept or folder.exists() else None
         return None if record is not None and self._own and record.confirmed is not None else record
@@ -108,35 +117,26 @@ class Store:
 
     def named(self, begins: str) -> str:
         """The whole fingerprint of a record of which this is the beginning.
-
-        Raises:
-            ConfigError: there is none, or more than one.
-        """
+        Raises ConfigError: there is none, or more than one."""
         found = [name for name in self.folders() if name.startswith(begins)]
         if not found:
-            raise ConfigError(
-                f"{begins}: no record below {self.root.resolve()} begins so. `quicksilver show` shows the newest; results_dir=FOLDER is another place."
-            )
+            said = "`quicksilver show` shows the newest; results_dir=FOLDER is another place."
+            raise ConfigError(f"{begins}: no record below {self.root.resolve()} begins so. {said}")
         if len(found) > 1:
             raise ConfigError(f"{begins} begins {len(found)} fingerprints, such as {', '.join(found[:3])}: write more.")
         return found[0]
 
     def dense_of(self, record: Record) -> Record:
         """The dense record a record's differences are against (a dense record is its own).
-
-        Raises:
-            QuickSilverError: it is not there any more.
-        """
+        Raises QuickSilverError: it is not there any more."""
         dense = record if record.dense_fingerprint is None else self.get(record.dense_fingerprint)
         if dense is None:
-            raise QuickSilverError(
-                f"{record.path} is compared with the dense record {self.runs / str(record.dense_fingerprint)}, which is not there: "
-                f"run the same command again."
-            )
+            lost = self.runs / str(record.dense_fingerprint)
+            said = f"{record.path} is compared with the dense record {lost}, which is not there: run the same command again."
+            raise QuickSilverError(said)
         return dense
 
     # --- who works on what ---
-
     def take(self, path: Path) -> lease.Lease | None:
         """`lease.take` of a file in a folder that is made if need be."""
         with self.writing():
@@ -161,10 +161,8 @@ class Store:
         """All that living processes make, in the order they began: fingerprint, process, and the draft's progress."""
         found = []
         for path in self.drafts.glob(f"*{_LEASE}"):
-            who = lease.holder(path)
-            if who is not None:
-                said = read_object(path.with_name(path.name.removesuffix(_LEASE)) / PROGRESS)
-                found.append((path.name.partition("-")[0], who, said))
+            if (who := lease.holder(path)) is not None:
+                found.append((path.name.partition("-")[0], who, read_object(path.with_suffix("") / PROGRESS)))
         return sorted(found, key=lambda one: (one[1].since, one[0]))
 
     @contextmanager
@@ -181,11 +179,8 @@ class Store:
 
     def publish(self, draft: Draft, data: Mapping[str, Any]) -> Record:
         """Write record.json and make the draft a record, in one rename. If another process was first, its record is returned.
-
-        Raises:
-            ConfigError: it could not be read again. Nothing was published.
-            QuickSilverError: the disk is full, or the folder cannot be written.
-        """
+        Raises ConfigError: it could not be read again. Nothing was published. QuickSilverError: the disk is full, or the
+        folder cannot be written."""
         with self.writing():
             (draft.folder / PROGRESS).unlink(missing_ok=True)
             names = sorted(p.name for p in draft.folder.iterdir())
@@ -227,7 +222,6 @@ class Store:
         return removed
 
     # --- small files ---
-
     def write_json(self, relative: str, data: Any) -> Path:
         """Write a small json file below the results folder in one rename."""
         path = self.root / relative
@@ -254,19 +248,15 @@ class Store:
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Writes below the results folder: what the disk refuses becomes one message.
-
-        Raises:
-            QuickSilverError: the disk is full, or the folder cannot be written.
-        """
+        Raises QuickSilverError: the disk is full, or the folder cannot be written."""
         try:
             yield
         except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
             kept = "Windows that were scored in whole blocks, and finished records, are kept."
             full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error)
             if full:
-                raise QuickSilverError(
-                    f"The disk that holds {self.root.absolute()} is full. {kept} Free some space and run the same command again."
-                ) from error
+                said = f"The disk that holds {self.root.absolute()} is full. {kept}"
+                raise QuickSilverError(f"{said} Free some space and run the same command again.") from error
             where, why = getattr(error, "filename", None) or self.root.absolute(), getattr(error, "strerror", None) or error
             raise QuickSilverError(f"{where} cannot be written: {why}. {kept} Give another folder: results_dir=…") from error
 
@@ -308,3 +298,137 @@ def _to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# --- blocks of windows --------------------------------------------------------------------------------------------------------------
+class SupersededError(Exception):
+    """The record is there: another process has made it of the blocks."""
+
+
+class Blocks:
+    """The blocks of one run.
+
+    Attributes:
+        seconds: that others, or a process that was killed, spent on the blocks that were read here.
+    """
+
+    def __init__(self, store: Store, fingerprint: str) -> None:
+        self._store, self._fingerprint = store, fingerprint_of(fingerprint)
+        self.folder = store.drafts / self._fingerprint
+        self.seconds = 0.0
+
+    def of_pass(self, name: str, shared: bool = False) -> Keep:
+        """What `score` is given to keep the blocks of one pass.
+
+        Args:
+            shared: other processes make the same run; one of them may finish it, and then `SupersededError` is raised.
+        """
+
+        def keep(blocks: Sequence[range], compute: Compute) -> Iterable[Block]:
+            folder = self._folder_of(len(blocks[0]))
+            paths = {block: folder / f"{name}-{block.start:06d}.block" for block in blocks}
+            mine: set[range] = set()
+
+            def made(block: range) -> Block:
+                done = sum(len(one) for one, path in paths.items() if one != block and path.exists())
+                return self._compute(paths[block], block, lambda block: compute(block, done))
+
+            while left := [block for block in blocks if not paths[block].exists()]:
+                taken = len(mine)
+                for block in left:
+                    if shared and self._store.path(self._fingerprint).exists():
+                        raise SupersededError
+                    if (held := lease.take(paths[block].with_suffix(".lock"))) is None:
+                        continue
+                    try:
+                        with held:
+                            if not paths[block].exists():
+                                made(block)
+                                mine.add(block)
+                    except BaseException:
+                        with suppress(OSError):  # others are there, or whole blocks
+                            folder.rmdir()
+                            self.folder.rmdir()
+                        raise
+                if len(mine) == taken:
+                    time.sleep(NAP_S)  # all that is left is computed elsewhere
+            # Those computed here are read again, too: memory does not grow with what is behind.
+            return (self._read(path, block in mine) or made(block) for block, path in paths.items())
+
+        return keep
+
+    def _compute(self, path: Path, block: range, compute: Callable[[range], Block]) -> Block:
+        began = time.monotonic()
+        found = compute(block)
+        with self._store.writing():
+            write_atomically(path, packed(found, time.monotonic() - began), sync=False)
+        return found
+
+    def _read(self, path: Path, mine: bool) -> Block | None:
+        """The block; None: its file is damaged, which is said. The seconds of one that is `mine` are counted already."""
+        try:
+            block, seconds = unpacked(path.read_bytes())
+        except (ValueError, OSError) as error:
+            _say(f"{path} is damaged ({error}): these windows are scored again, all others are taken as they are.")
+            return None
+        self.seconds += 0 if mine else seconds
+        return block
+
+    def _folder_of(self, windows: int) -> Path:
+        folder = self.folder / f"{windows}-{code_digest()}"
+        with self._store.writing():
+            others = ", ".join(sorted(path.name for path in self.folder.glob("*") if path != folder))
+            if others and not folder.exists():
+                _say(f"{self.folder} has blocks of other code, or of another number of windows ({others}): they are left alone.")
+            folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def remove(self) -> None:
+        """Once the record is there."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def packed(block: Block, seconds: float) -> bytes:
+    """A block as a file, with the seconds that it took."""
+    from safetensors.torch import save
+
+    tensors, trace = block.trace.to_tensors()
+    about = {
+        "rows": block.rows, "kv_bytes_billed": block.kv_bytes_billed, "kv_bytes_resident": block.kv_bytes_resident, "trace": trace,
+        "host": lease.host_name(), "seconds": seconds,
+    }  # fmt: skip
+    content = json.dumps(about).encode() + b"\n" + save(tensors)
+    return hashlib.sha256(content).hexdigest().encode() + b"\n" + content
+
+
+def unpacked(file: bytes) -> tuple[Block, float]:
+    """What `packed` was given. Raises ValueError: not a byte of it may have changed."""
+    from safetensors.torch import load
+
+    from quicksilver.measure.perplexity import Block
+    from quicksilver.runtime.trace import Trace
+
+    digest, _, content = file.partition(b"\n")
+    if hashlib.sha256(content).hexdigest().encode() != digest:
+        raise ValueError("its digest is another")
+    first, _, tensors = content.partition(b"\n")
+    about: dict[str, Any] = parse_json(first)
+    trace = Trace.from_tensors(load(tensors), about["trace"]).compact()
+    return Block(about["rows"], trace, about["kv_bytes_billed"], about["kv_bytes_resident"]), about["seconds"]
+
+
+@cache
+def code_digest() -> str:
+    """Of this package's code and of the libraries that compute."""
+    import torch
+    import transformers
+
+    whole = hashlib.sha256(f"{torch.__version__} {transformers.__version__}".encode())
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        with suppress(OSError):
+            whole.update(path.read_bytes())
+    return whole.hexdigest()[:12]
+
+
+def _say(line: str) -> None:
+    print(f"quicksilver: {line}", file=sys.stderr, flush=True)

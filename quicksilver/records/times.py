@@ -58,10 +58,7 @@ class TimedProcess:
 
 def timed_processes(root: Path) -> list[TimedProcess]:
     """All below the results folder `root`, the oldest first.
-
-    Raises:
-        ConfigError: a file that is none, or whose times cannot be.
-    """
+    Raises ConfigError: a file that is none, or whose times cannot be."""
     found = [_read(path, path.stat().st_mtime_ns) for path in sorted((root / TIMES).glob("*.json"))]
     return sorted(found, key=lambda one: one.started)
 
@@ -80,9 +77,8 @@ def _read(path: Path, _changed_ns: int) -> TimedProcess:
 def _check(result: LatencyResult) -> None:
     """Raises Mistyped where medians and ratios are not those of the samples, or a sample is no time."""
     for phase in ("", "prompt_"):
-        run, dense, ratio = (
-            getattr(result, name.format(phase)) for name in ("{}latency_ms", "dense_{}latency_ms", "{}latency_ratio")
-        )
+        names = (f"{phase}latency_ms", f"dense_{phase}latency_ms", f"{phase}latency_ratio")
+        run, dense, ratio = (getattr(result, name) for name in names)
         if run is None and phase:
             continue
         ours, theirs = run.samples or [], dense.samples or []

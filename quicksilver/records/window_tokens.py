@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 def window_tokens(record: Record, window: int) -> list[str]:
     """The tokens of one window, (N,).
-
-    Raises:
-        ConfigError: text or tokenizer cannot be had, or they are not those of the record.
-    """
+    Raises ConfigError: text or tokenizer cannot be had, or they are not those of the record."""
     config = record.config
     model, dataset = (json.dumps(config[group]) for group in ("model", "dataset"))
     ids, tokenizer = _windows(model, dataset, config["data"]["root"], record.protocol.window_tokens, record.data.token_digest)
@@ -41,9 +38,8 @@ def _windows(model: str, dataset: str, root: str | None, window_tokens: int, dig
 
     folder = Path(root) if root else None
     data: DatasetConfig = _typed(DatasetConfig, dataset)
-    tokenizer = AutoTokenizer.from_pretrained(
-        locate(_typed(ModelConfig, model), folder).folder, local_files_only=True, trust_remote_code=False
-    )
+    files = locate(_typed(ModelConfig, model), folder).folder
+    tokenizer = AutoTokenizer.from_pretrained(files, local_files_only=True, trust_remote_code=False)
     text = read_text(data, cast(Part, data.part), root=folder).text
     windows = encode(text, tokenizer, window_tokens, data.windows)
     if windows.token_digest != digest:

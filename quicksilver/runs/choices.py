@@ -19,10 +19,7 @@ GROUPS = ("model", "dataset", "modules", "protocol", "measure", "tracker", "expe
 
 def config_dir() -> Path:
     """The folder of yaml files: `quicksilver/conf` in an installed package, `conf` beside the package in a clone.
-
-    Raises:
-        ConfigError: neither is there; the installation is incomplete.
-    """
+    Raises ConfigError: neither is there; the installation is incomplete."""
     package = Path(__file__).resolve().parents[1]
     places = (package / "conf", package.parent / "conf")
     found = next((place for place in places if (place / "run.yaml").is_file()), None)

@@ -43,14 +43,14 @@ MOST_NODES = 100_000  # values of a yaml
 @contextmanager
 def hydra_started(extra_dirs: Sequence[Path] = ()) -> Iterator[Hydra]:
     """Inside the block, Hydra composes from conf/ and from folders of the user's own; a Hydra that ran before is back after it.
-
-    Raises:
-        ConfigError: a folder that is not there, or a file in it that is no yaml.
-    """
+    Raises ConfigError: a folder that is not there, or a file in it that is no yaml."""
     for folder in extra_dirs:
         _check_folder(folder)
     Plugins.instance()  # finds the launchers that are installed
-    _drop_plugin_schemas()
+    # Their entries know neither `workers` nor `exclusive`: the files of conf/hydra stand in for those of the same name.
+    store = ConfigStore.instance().repo.get("hydra", {})
+    for file in (config_dir() / "hydra").glob("*/*.yaml"):
+        store.get(file.parent.name, {}).pop(file.name, None)
     path = create_config_search_path(str(config_dir()))
     for folder in extra_dirs:
         path.prepend("command-line", f"file://{folder.absolute()}", anchor="schema")  # which stays last
@@ -63,23 +63,14 @@ def hydra_started(extra_dirs: Sequence[Path] = ()) -> Iterator[Hydra]:
         GlobalHydra.instance().hydra = outer
 
 
-def _drop_plugin_schemas() -> None:
-    """Take the plugins' entries out of Hydra's store where a file of conf/hydra has the same name: they know neither `workers` nor `exclusive`."""
-    store = ConfigStore.instance().repo.get("hydra", {})
-    for path in (config_dir() / "hydra").glob("*/*.yaml"):
-        store.get(path.parent.name, {}).pop(path.name, None)
-
-
 def composed(overrides: Sequence[str], extra_dirs: Sequence[Path], stamp: int) -> DictConfig:
-    """The config of one run as Hydra composes it, without the section `hydra`; the caller's own copy.
+    """The config of one run as Hydra composes it, without the section `hydra`; the caller's own copy. Raises ConfigError: an
+    unknown key or choice (with a suggestion), a value of the wrong type.
 
     Args:
         overrides: words that Hydra can read, as `quoted` makes them.
         extra_dirs: folders of the user's own that are searched before conf/.
         stamp: `files_stamp` of conf/ and of these folders, as they are now.
-
-    Raises:
-        ConfigError: an unknown key or choice (with a suggestion), a value of the wrong type.
     """
     folders = tuple(extra_dirs)
     try:
@@ -94,11 +85,7 @@ def composed(overrides: Sequence[str], extra_dirs: Sequence[Path], stamp: int) -
 
 
 def by_hydra(overrides: Sequence[str], extra_dirs: Sequence[Path] = ()) -> DictConfig:
-    """All words in one go.
-
-    Raises:
-        ConfigError: as `composed`.
-    """
+    """All words in one go. Raises ConfigError: as `composed`."""
     with hydra_started(extra_dirs):
         cfg = with_settings(overrides, extra_dirs)
     with open_dict(cfg):
@@ -108,10 +95,7 @@ def by_hydra(overrides: Sequence[str], extra_dirs: Sequence[Path] = ()) -> DictC
 
 def with_settings(overrides: Sequence[str], extra_dirs: Sequence[Path]) -> DictConfig:
     """The same with the section `hydra`, within `hydra_started`. Hydra calls nothing while it composes, so what it would call is checked here.
-
-    Raises:
-        ConfigError: as `composed`, or a class in the section `hydra` that is not Hydra's own.
-    """
+    Raises ConfigError: as `composed`, or a class in the section `hydra` that is not Hydra's own."""
     check_words(overrides, extra_dirs)
     try:
         cfg = hydra_compose("run", list(overrides), return_hydra_config=True)
@@ -168,10 +152,7 @@ def quoted(overrides: Sequence[str]) -> list[str]:
     The keys of predicted_kv are those of its old name, which records have.
 
     Lists, mappings and interpolations stay as they are, but for a template, `{sentence} It was`; and so does what is no key=value.
-
-    Raises:
-        ConfigError: a value without a key.
-    """
+    Raises ConfigError: a value without a key."""
     for override in overrides:
         if override.startswith("="):
             raise ConfigError(f"{override!r} is not an override: write key=value, for instance model=gpt2.")
@@ -180,10 +161,7 @@ def quoted(overrides: Sequence[str]) -> list[str]:
 
 def searched(overrides: Sequence[str]) -> tuple[list[Path], list[str]]:
     """The folders of `hydra.searchpath=[file:///folder]`, and all other words.
-
-    Raises:
-        ConfigError: no list of folders that are there.
-    """
+    Raises ConfigError: no list of folders that are there."""
     folders, rest = list[Path](), list[str]()
     for word in overrides:
         if not word.startswith("hydra.searchpath="):
@@ -236,11 +214,7 @@ def _is_value(override: Override) -> bool:
 
 def check_words(overrides: Sequence[str], extra_dirs: Sequence[Path] = ()) -> None:
     """Refuse words that Hydra answers with a traceback (a group that is given a number or nothing) or wrongly (two modules with one key, which
-    it would merge into one).
-
-    Raises:
-        ConfigError: names the word.
-    """
+    it would merge into one). Raises ConfigError: names the word."""
     for text in overrides:
         try:
             override = parsed(text)
@@ -276,26 +250,21 @@ def _filled_by(name: str, folders: Sequence[Path]) -> str:
 def _check_selected(selected: Sequence[str], folders: Sequence[Path]) -> None:
     """Refuse modules that fill the same key: what the yaml's `# @package` says, else its name."""
     names: dict[str, str] = {}
-    for name in selected:
-        key = _filled_by(name, folders)
+    for name, key in ((name, _filled_by(name, folders)) for name in selected):
         if selected.count(name) > 1:
             raise ConfigError(f"modules=[{','.join(selected)}] names {name} twice: name it once.")
         if names.setdefault(key, name) != name:
-            raise ConfigError(
-                f"modules=[{names[key]},{name}]: both are modules.{key}, so one would overwrite the other. Select one of them and change it "
-                f"with modules.{key}.OPTION=…; for two at once, copy one to a yaml of your own with `# @package modules.ANOTHER_NAME`."
+            both = f"modules=[{names[key]},{name}]: both are modules.{key}, so one would overwrite the other"
+            ways = (
+                f"Select one of them and change it with modules.{key}.OPTION=…; for two at once, copy one to a yaml of your own"
             )
+            raise ConfigError(f"{both}. {ways} with `# @package modules.ANOTHER_NAME`.")
 
 
 # --- files of the user's own ----------------------------------------------------------------------------------------------------
-
-
 def _check_folder(folder: Path) -> None:
     """Check the yaml files of a folder of the user's own before Hydra reads them.
-
-    Raises:
-        ConfigError: there is no such folder, or a file in it is no yaml.
-    """
+    Raises ConfigError: there is no such folder, or a file in it is no yaml."""
     if not folder.is_dir():
         raise ConfigError(f"--config-dir {folder}: there is no such folder.")
     for path in sorted((*folder.rglob("*.yaml"), *folder.rglob("*.yml"))):
@@ -333,21 +302,14 @@ def _of_no_use(path: Path, folder: Path, content: Any) -> str:
         return f"its name: {content['name']} is that of a {group} of the package: give it another"
     if not content:
         return f"it is empty but for comments; a module has _target_: {path.stem}.Class" if group == "modules" else "it is empty"
-    if (
-        group == "modules"
-        and isinstance(content, dict)
-        and not re.search(r"^#\s*@package\s+", path.read_text("utf-8", "replace"), re.MULTILINE)
-    ):
-        return f"it lacks its first line: # @package modules.{path.stem}"
-    return ""
+    has_header = re.search(r"^#\s*@package\s+", path.read_text("utf-8", "replace"), re.MULTILINE)
+    needs_header = group == "modules" and isinstance(content, dict) and not has_header
+    return f"it lacks its first line: # @package modules.{path.stem}" if needs_header else ""
 
 
 def check_yaml(path: Path) -> None:
     """Refuse a yaml whose aliases stand for more than it has: a few lines may stand for terabytes.
-
-    Raises:
-        OSError: as `read_bytes`. YAMLError, ValueError: it is no yaml in UTF-8, or far larger than it looks.
-    """
+    Raises OSError: as `read_bytes`. YAMLError, ValueError: it is no yaml in UTF-8, or far larger than it looks."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node) -> int:

@@ -116,39 +116,27 @@ class RunConfig:
         scored text differs from part to part), and measurements that are off or on which no other number depends.
         """
         model, dataset, protocol = (dataclasses.asdict(part) for part in (self.model, self.dataset, self.protocol))
-        idle = {
-            "model": ["path", "revision"],
-            "dataset": ["files", "hub", "reader", "part", "tagger"],
-            "protocol": [],
-            "task": [],
-        }
-        idle["model"] += [key for key in ("adapter", "parallel") if not model[key]]
-        idle["dataset"] += [] if self.modules else ["calibration_windows"]
-        idle["protocol"] += ["prompt_tokens"] if self.protocol.name == "all" else []
-        if self.dataset.task:
-            idle["task"] += ["columns", "train", "validation"]  # what a task's splits hold is in the text's digest
-        else:
-            idle["dataset"].append("task")
-        for name, section in {"model": model, "task": dataset["task"], "dataset": dataset, "protocol": protocol}.items():
-            for key in idle[name]:
+        is_task = self.dataset.task is not None
+        of_task = ["columns", "train", "validation"]  # what a task's splits hold is in the text's digest
+        for section, idle in (
+            (model, ["path", "revision", *(key for key in ("adapter", "parallel") if not model[key])]),
+            (dataset["task"], of_task if is_task else []),
+            (dataset, ["files", "hub", "reader", "part", "tagger", *([] if is_task else ["task"])]),
+            (dataset, [] if self.modules else ["calibration_windows"]),
+            (protocol, ["prompt_tokens"] if self.protocol.name == "all" else []),
+        ):
+            for key in idle:
                 del section[key]
-        measure: dict[str, Any] = {"batch_windows": self.measure["batch_windows"]}
-        for name, measurement in build_measurements(self.measure).items():
-            if not measurement.in_identity:
-                continue
-            target = measurement.recorded_as or self.measure[name]["_target_"]
-            measure[name] = {"_target_": target, **measurement.identity()}
+        on = {name: one for name, one in build_measurements(self.measure).items() if one.in_identity}
+        targets = {name: one.recorded_as or self.measure[name]["_target_"] for name, one in on.items()}
+        measure = {name: {"_target_": targets[name], **one.identity()} for name, one in on.items()}
         return {
-            "model": model,
-            "dataset": dataset,
+            "model": model, "dataset": dataset,
             "modules": {name: spelled_at_first(_without_files(entry)) for name, entry in self.modules.items()},
-            "protocol": protocol,
-            "measure": measure,
-            "execution": self.execution,
+            "protocol": protocol, "measure": {"batch_windows": self.measure["batch_windows"], **measure}, "execution": self.execution,
             **({} if self.decision_layers is None else {"decision_layers": sorted(set(self.decision_layers))}),
-            "seed": self.seed,
-            "threads": self.threads,
-        }
+            "seed": self.seed, "threads": self.threads,
+        }  # fmt: skip
 
 
 def _without_files(entry: Any) -> Any:
@@ -163,8 +151,6 @@ ConfigStore.instance().store("run_schema", RunConfig)
 
 
 # --- composing ------------------------------------------------------------------------------------------------------------------
-
-
 def compose(overrides: Sequence[str] = (), extra_dirs: Sequence[Path] = ()) -> RunConfig:
     """Compose one run from overrides, `["model=gpt2", "modules=[halting]", "modules.halting.resume_layers=4"]`.
 
@@ -187,9 +173,9 @@ def compose(overrides: Sequence[str] = (), extra_dirs: Sequence[Path] = ()) -> R
         if isinstance(entry, dict) and entry.get("_target_") == _PRESET and entry.get("schedule") is None:
             entry |= _own_schedule(config)
     if config.precision is not None:
-        from quicksilver.runs.precision import resolved
+        from quicksilver.runs.context import in_fastest_precision
 
-        return resolved(config)
+        return in_fastest_precision(config)
     return config
 
 
@@ -202,8 +188,8 @@ def _faults(words: Sequence[str], extra_dirs: Sequence[Path], first: str) -> str
     is about none of them follows from what was left out."""
     said, left = [first], list(words)
     while found := _next_fault(left, extra_dirs, said[-1]):
-        message, left = found
-        said.append(message)
+        said.append(found[0])
+        left = found[1]
     return "\n".join(said)
 
 
@@ -239,10 +225,7 @@ def schedules_file(config: RunConfig) -> Path:
 
 def run_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     """Make what Hydra composed a `RunConfig`, and check it.
-
-    Raises:
-        ConfigError: keys added with `+` that mean nothing, a missing value, a value out of range.
-    """
+    Raises ConfigError: keys added with `+` that mean nothing, a missing value, a value out of range."""
     try:
         _refuse_unknown_keys(cfg, RunConfig())
         config = OmegaConf.to_object(cfg)
@@ -270,10 +253,7 @@ def _refuse_unknown_keys(node: DictConfig, schema: Any, prefix: str = "") -> Non
 
 def check(config: RunConfig) -> None:
     """Check ranges and choices of the values that no class of ours checks by itself.
-
-    Raises:
-        ConfigError: names the key, the value and what is allowed.
-    """
+    Raises ConfigError: names the key, the value and what is allowed."""
     dataset, model = config.dataset, config.model
     for key, allowed in CHOICES.items():
         value = attrgetter(key)(config)
@@ -284,10 +264,8 @@ def check(config: RunConfig) -> None:
     if dataset.task is not None:
         _within("dataset.task.shots", dataset.task.shots, 0)
         _within("dataset.task.examples", dataset.task.examples, 1)
-    layers = config.decision_layers
-    has_text = (
-        dataset.task is not None or dataset.reader in MADE_HERE or dataset.files.test is not None or dataset.hub.id is not None
-    )
+    layers, places = config.decision_layers, (dataset.task, dataset.files.test, dataset.hub.id)
+    has_text = dataset.reader in MADE_HERE or any(place is not None for place in places)
     _require({
         f"model.device_map={model.device_map}: no device is called so. Use cpu, cuda, cuda:1 …, mps or auto.": DEVICES.fullmatch(model.device_map),
         f"decision_layers={layers}: give one or more layers, counted from 0, or null for all of them.": layers is None or min(layers, default=-1) >= 0,

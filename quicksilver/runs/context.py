@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import platform
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import cache
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -33,7 +34,7 @@ from quicksilver.records.identity import EnvironmentEntry, Identity, foreign_sou
 from quicksilver.records.store import Store, read_object
 from quicksilver.runs.config import RunConfig
 from quicksilver.runs.parts import build_measurements, build_modules, is_on, measurement_class, module_class, named_class
-from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.reading import parse_json, read_bytes
 
 if TYPE_CHECKING:
@@ -68,28 +69,27 @@ class RunContext:
         """The text that is scored (`test`: the part that dataset.part names) or that calibrates."""
         part = cast(Part, config.dataset.part) if part == "test" else part
         key = ("text", _key(config.dataset), config.data.root, part)
-        return self._once(key, lambda: read_text(config.dataset, part, root=_root(config), cache=_text_cache(config)))
+        return self._once(key, lambda: read_text(config.dataset, part, **_folders(config)))
 
     def examples(self, config: RunConfig) -> TaskExamples | None:
         """The labelled examples that are scored; None: the dataset is no task."""
         if config.dataset.task is None:
             return None
-        return read_task(config.dataset, cast(Part, config.dataset.part), root=_root(config), cache=_text_cache(config))
+        return read_task(config.dataset, cast(Part, config.dataset.part), **_folders(config))
 
     def files(self, config: RunConfig) -> tuple[ModelFiles, str]:
         """A model's files and their digest."""
-        return self._once(("files", _key(config.model), config.data.root), lambda: self._files(config))
 
-    def _files(self, config: RunConfig) -> tuple[ModelFiles, str]:
-        files, store = locate(config.model, _root(config)), Store(config.results_dir)
-        remembered = {
-            path: digest for path, digest in read_object(store.root / _DIGESTS).items() if _DIGEST.fullmatch(str(digest))
-        }
-        known = len(remembered)
-        digest = weights_digest(files.folder, remembered)
-        if len(remembered) > known:
-            store.write_cache(_DIGESTS, remembered)
-        return files, digest
+        def found() -> tuple[ModelFiles, str]:
+            files, store = locate(config.model, _folders(config)["root"]), Store(config.results_dir)
+            kept = read_object(store.root / _DIGESTS)
+            remembered = {path: digest for path, digest in kept.items() if _DIGEST.fullmatch(str(digest))}
+            known, digest = len(remembered), weights_digest(files.folder, remembered)
+            if len(remembered) > known:
+                store.write_cache(_DIGESTS, remembered)
+            return files, digest
+
+        return self._once(("files", _key(config.model), config.data.root), found)
 
     def model(self, config: RunConfig) -> Loaded:
         """The model of a config; the one before it is let go first."""
@@ -98,23 +98,20 @@ class RunContext:
             self._loaded = self._dense = None
             adapter = _adapter(config)
             loaded = load(config.model, self.files(config)[0])
-            _check_adapter(adapter, loaded)
+            if adapter is not None:
+                _check_adapter(adapter, loaded)
             self._loaded = (key, loaded)
         return self._loaded[1]
 
     def overlap_pct(self, config: RunConfig) -> float:
         """Percent of the scored text's runs of 13 words that the calibration text has, too.
-
-        Raises:
-            ConfigError: more than `MOST_OVERLAP_PCT`: thresholds would be calibrated on what is scored.
-        """
+        Raises ConfigError: more than `MOST_OVERLAP_PCT`: thresholds would be calibrated on what is scored."""
         scored, other = self.text(config, "test"), self.text(config, "calibration")
         found = self._once(("overlap", scored.digest, other.digest), lambda: shared_pct(scored.text, other.text))
         if found > MOST_OVERLAP_PCT and config.dataset.part == "test":
-            raise ConfigError(
-                f"dataset={config.dataset.name}: the calibration text ({other.source}) has {found:.0f}% of the scored text's runs of {NGRAM_WORDS} words, "
-                f"and at most {MOST_OVERLAP_PCT:g}% are let through: give dataset.files.calibration=… another text."
-            )
+            same = f"({other.source}) has {found:.0f}% of the scored text's runs of {NGRAM_WORDS} words"
+            most = f"and at most {MOST_OVERLAP_PCT:g}% are let through: give dataset.files.calibration=… another text."
+            raise ConfigError(f"dataset={config.dataset.name}: the calibration text {same}, {most}")
         return found
 
     def dense(self, config: RunConfig) -> DensePasses:
@@ -144,28 +141,26 @@ class RunContext:
 
     def kernel_choices(self, config: RunConfig) -> Choices:
         """Which kernels are fastest for this model on this machine: as kept in the results folder, else measured."""
-        key = ("kernels", self.files(config)[1], config.model.dtype, config.model.device_map, config.threads, config.results_dir)
-        return self._once(key, lambda: self._kernel_choices(config))
-
-    def _kernel_choices(self, config: RunConfig) -> Choices:
-        """A new measurement says in one line what it chose; kernels that this version has not are chosen again."""
         from quicksilver.runtime.architecture import architecture_of
         from quicksilver.runtime.quantized.kernels import KERNELS, Choices, choose, linears_of, machine
 
         def is_whole(kept: Any) -> bool:
             with suppress(Mistyped):
                 return set(decoded(Choices, kept).by_kind.values()) <= set(KERNELS)
-            return False
+            return False  # this version has other kernels: they are chosen again
 
         def chosen() -> dict[str, Any]:
             found = choose(linears_of(architecture_of(self.model(config).model).layers))
             print(f"Kernels for {config.model.name} on {machine()}: {found.line()}", file=sys.stderr, flush=True)
             return encoded(found)
 
-        key = f"{self.files(config)[1]} {config.model.dtype} {config.model.device_map}"
-        with torch_threads(config.threads):
-            store = Store(config.results_dir)
-            return decoded(Choices, store.on_this_machine(_KERNELS, machine(), key, is_whole, chosen))
+        def kept() -> Choices:
+            with torch_threads(config.threads):
+                store = Store(config.results_dir)
+                return decoded(Choices, store.on_this_machine(_KERNELS, machine(), " ".join(of), is_whole, chosen))
+
+        of = (self.files(config)[1], config.model.dtype, config.model.device_map)
+        return self._once(("kernels", *of, config.threads, config.results_dir), kept)
 
     def fingerprint(self, config: RunConfig) -> str:
         return self.identity(config).fingerprint
@@ -177,28 +172,26 @@ class RunContext:
     def _identity(self, config: RunConfig) -> Identity:
         from quicksilver.runtime.quantized.kernels import ChoosesKernels
 
-        modules = build_modules(config.modules)
-        text = self.text(config, "test")
+        modules, text = build_modules(config.modules), self.text(config, "test")
         digests = {"text": text.digest, "weights": self.files(config)[1]}
         if text.annotation is not None:
             digests["annotation"] = text.annotation.digest
-        if any(asks_for_calibration(module) for module in modules):
-            digests["calibration_text"] = self.text(config, "calibration").digest
-            if config.dataset.part == "test" and digests["calibration_text"] == digests["text"]:
-                raise ConfigError(
-                    f"dataset={config.dataset.name}: thresholds would be calibrated on the text that is scored "
-                    f"({self.text(config, 'calibration').source}). Give another text as dataset.files.calibration, or numbers for the "
-                    "thresholds; dataset.part=calibration scores the calibrating part on purpose."
-                )
+        if any(map(asks_for_calibration, modules)):
+            calibrating = self.text(config, "calibration")
+            digests["calibration_text"] = calibrating.digest
+            if config.dataset.part == "test" and calibrating.digest == text.digest:
+                said = f"thresholds would be calibrated on the text that is scored ({calibrating.source})"
+                ways = "Give another text as dataset.files.calibration, or numbers for the thresholds"
+                purpose = "dataset.part=calibration scores the calibrating part on purpose."
+                raise ConfigError(f"dataset={config.dataset.name}: {said}. {ways}; {purpose}")
         digests |= self._files_read(config)
         for name, module in zip(sorted(config.modules), modules, strict=True):
             if isinstance(module, ChoosesKernels) and module.measures:
                 digests[f"kernels.{name}"] = self.kernel_choices(config).digest
         classes: list[type] = [module_class(name, entry) for name, entry in config.modules.items()]
         classes += [measurement_class(name, entry) for name, entry in config.measure.items() if is_on(name, entry)]
-        adapter = _adapter(config)
-        sources = foreign_sources([*classes, *([adapter] if adapter else [])])
-        return Identity(config.identity(), digests, sources, numerics.VERSION)
+        classes += filter(None, [_adapter(config)])
+        return Identity(config.identity(), digests, foreign_sources(classes), numerics.VERSION)
 
     def _files_read(self, config: RunConfig) -> dict[str, str]:
         """Digests of the files that modules and measurements read: calibrations, maps, schedules, gates, lenses."""
@@ -232,23 +225,18 @@ def _adapter(config: RunConfig) -> type[Architecture] | None:
     return named_class("model.adapter", config.model.adapter, Architecture) if config.model.adapter else None  # type: ignore[type-abstract]
 
 
-def _check_adapter(adapter: type[Architecture] | None, loaded: Loaded) -> None:
+def _check_adapter(adapter: type[Architecture], loaded: Loaded) -> None:
     from quicksilver.runtime.architecture import architecture_of
 
-    found = type(architecture_of(loaded.model))
-    if adapter is not None and found is not adapter:
-        raise ConfigError(
-            f"model.adapter: {adapter.__name__} serves the model types {', '.join(adapter.model_types)}, and this model is of "
-            f"{loaded.model.config.model_type}, which {found.__name__} serves. Leave model.adapter out, or name that type in the class."
-        )
+    if (found := type(architecture_of(loaded.model))) is not adapter:
+        of = f"{loaded.model.config.model_type}, which {found.__name__} serves. Leave model.adapter out, or name that type in the class."
+        types = ", ".join(adapter.model_types)
+        raise ConfigError(f"model.adapter: {adapter.__name__} serves the model types {types}, and this model is of {of}")
 
 
-def _root(config: RunConfig) -> Path | None:
-    return Path(config.data.root).expanduser() if config.data.root else None
-
-
-def _text_cache(config: RunConfig) -> Path:
-    return Path(config.results_dir) / "cache" / "text"
+def _folders(config: RunConfig) -> dict[str, Any]:
+    root = Path(config.data.root).expanduser() if config.data.root else None
+    return {"root": root, "cache": Path(config.results_dir) / "cache" / "text"}
 
 
 def _key(config: ModelConfig | DatasetConfig | RunConfig) -> str:
@@ -270,13 +258,11 @@ def timed_measurements(config: RunConfig) -> list[str]:
 def asks_for_calibration(module: Any) -> bool:
     from quicksilver.modules.calibration import Calibrated, Fitted
 
-    return (isinstance(module, Calibrated) and bool(module.calibration_signals())) or (
-        isinstance(module, Fitted) and not module.fitted
-    )
+    asks = isinstance(module, Calibrated) and bool(module.calibration_signals())
+    return asks or (isinstance(module, Fitted) and not module.fitted)
 
 
 # --- what was set before a run, and on which texts --------------------------------------------------------------------------------
-
 BESIDE = ("predicted_kv", "learned_halting", "tuned_lens")  # folders of fitted files beside a model
 THRESHOLDS = "thresholds"
 _OF_FILES = ("predicted_kv", "gates", "tuned_lens")  # what their digests in an identity begin with
@@ -311,10 +297,7 @@ def calibration_provenance(
 
 def texts_of(path: Path) -> Texts:
     """The texts that a file of maps, schedules, gates or a lens was made on, with how many windows of each.
-
-    Raises:
-        ConfigError: the file does not say.
-    """
+    Raises ConfigError: the file does not say."""
     try:
         if path.suffix == ".yaml":
             windows = yaml.safe_load(path.read_text(encoding="utf-8"))["chosen_on"]["windows"]
@@ -339,15 +322,101 @@ def _by_digest(folders: Iterable[Path]) -> dict[str, Path]:
     return {hashlib.sha256(path.read_bytes()).hexdigest(): path for path in paths if path.suffix in (".yaml", ".safetensors")}
 
 
+# --- precision=fastest: the plain number format and attention in which a prompt of this model takes least time on this machine ----------
+# Measured on the model itself, kept in the results folder by processor, and written into the config. So a record names what was chosen, and
+# equals that of a run which asks for the same by name.
+FORMATS = {"float32": None, "bfloat16": "bfloat16", "int8": "int8_dynamic"}  # and the module that computes in it
+PLAIN = "float32 sdpa"
+GAIN = 1.05  # another format must be so much faster than float32: it rounds more
+BATCH, ROUNDS = 2, 3  # prompts of a pass; passes of each candidate
+_FORMATS = "cache/precision.json"
+_said: set[str] = set()
+
+
+def in_fastest_precision(config: RunConfig) -> RunConfig:
+    """The config, which asks for it, in the fastest plain format.
+    Raises ConfigError: a module fixes the format or the attention, the model is cut among processes, or its checkpoint is
+    quantised."""
+    from quicksilver.runs.parts import module_entry
+    from quicksilver.runtime.quantized.kernels import machine
+
+    runs, prompt = RunContext(), config.protocol.prompt_tokens
+    files, digest = runs.files(config)
+    _check_precision(config, read_object(files.folder / "config.json"))
+    plain = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="float32", attn_implementation="sdpa"))
+    key = f"{digest} {config.model.device_map} {BATCH}x{prompt}"
+    with torch_threads(config.threads):
+        store = Store(config.results_dir)
+        times_ms = store.on_this_machine(_FORMATS, machine(), key, _are_times, lambda: format_times_ms(runs.model(plain), prompt))
+    fastest, *_ = ranked = sorted(times_ms, key=lambda name: times_ms[name])
+    chosen = fastest if times_ms[fastest] * GAIN < times_ms[PLAIN] else PLAIN
+    said = ", ".join(f"{name} {times_ms[name]:.1f} ms" for name in ranked)
+    if (line := f"precision=fastest: {chosen} for {config.model.name}. {BATCH} prompts take: {said}.") not in _said:
+        _said.add(line)
+        print(line, file=sys.stderr, flush=True)
+    number_format, attention = chosen.split()
+    integer = number_format == "int8"
+    model = dataclasses.replace(config.model, dtype="float32" if integer else number_format, attn_implementation=attention)
+    modules = dict([module_entry("int8_dynamic")]) if integer else {}
+    return dataclasses.replace(config, model=model, modules={**modules, **config.modules}, precision=None)
+
+
+def _check_precision(config: RunConfig, of_checkpoint: Mapping[str, object]) -> None:
+    asked = f"precision={config.precision}"
+    for name, module in zip(sorted(config.modules), build_modules(config.modules), strict=True):
+        if module.number_format != "float32" or name == "block_attention":
+            fixes = "the attention" if name == "block_attention" else f"the number format ({module.number_format})"
+            raise ConfigError(f"{asked}: modules.{name} fixes {fixes}. Leave one of the two out.")
+    if (parallel := config.model.parallel) is not None:
+        raise ConfigError(f"{asked}: one process measures, and model.parallel={parallel}. Give model.dtype=bfloat16.")
+    if "quantization_config" in of_checkpoint:
+        raise ConfigError(f"{asked}: the checkpoint of model={config.model.name} is quantised already. Leave {asked} out.")
+
+
+def _are_times(found: object) -> bool:
+    """Whether the file, which anybody may have edited, holds times of candidates."""
+    names = {f"{number_format} {attention}" for number_format in FORMATS for attention in ("sdpa", "eager")}
+    if not isinstance(found, dict) or PLAIN not in found or not names.issuperset(found):
+        return False
+    return all(isinstance(ms, float) and math.isfinite(ms) and ms > 0 for ms in found.values())
+
+
+def format_times_ms(loaded: Loaded, prompt_tokens: int) -> dict[str, float]:
+    """Median milliseconds of a pass over `BATCH` prompts by candidate, `float32 sdpa` …; what does not run here is left out.
+    Raises ConfigError: not even float32 with sdpa runs."""
+    import torch
+
+    from quicksilver.measure.latency import alternate, shared_weight_copy
+    from quicksilver.models.spec import ATTENTION
+    from quicksilver.runs.parts import module_entry
+    from quicksilver.runtime import apply
+    from quicksilver.runtime.block_attention import attention_function
+
+    model = loaded.model
+    most = getattr(model.config, "max_position_embeddings", None) or prompt_tokens
+    size = (BATCH, min(prompt_tokens, most))
+    ids = torch.randint(model.config.vocab_size, size, generator=torch.Generator().manual_seed(0)).to(model.device)
+    steps = {}
+    with ExitStack() as opened, torch.inference_mode():
+        for number_format, module in FORMATS.items():
+            for attention in ATTENTION:
+                copy = shared_weight_copy(model)
+                try:
+                    opened.enter_context(attention_function(copy, attention))
+                    opened.enter_context(apply(copy, build_modules(dict([module_entry(module)])) if module else []))
+                    copy(ids)
+                except (QuickSilverError, RuntimeError, NotImplementedError) as error:  # no such kernel on this device
+                    if f"{number_format} {attention}" == PLAIN:
+                        raise ConfigError(f"precision=fastest: the model does not run in {PLAIN}: {error}") from error
+                    continue
+                steps[f"{number_format} {attention}"] = partial(copy, ids)
+        timed = alternate(steps, warmup=1, repeats=ROUNDS, device=model.device, control=False)
+    return {name: samples.median for name, samples in timed.items()}
+
+
 # --- the machine ---------------------------------------------------------------------------------------------------------------
-
-
 def environment(other_runs: Sequence[str] = ()) -> EnvironmentEntry:
-    """The machine and the libraries, for the record.
-
-    Args:
-        other_runs: made on this machine meanwhile.
-    """
+    """The machine and the libraries, for the record, with the runs that were made on this machine meanwhile."""
     import psutil
     import torch
     import transformers
@@ -356,20 +425,14 @@ def environment(other_runs: Sequence[str] = ()) -> EnvironmentEntry:
 
     return EnvironmentEntry(
         platform.python_version(), torch.__version__, transformers.__version__, platform.platform(), processor(),
-        cores=os.cpu_count(),
-        threads=torch.get_num_threads(),
-        memory_bytes=psutil.virtual_memory().total,
-        load_average=os.getloadavg()[0],
-        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        other_runs=list(other_runs),
-        job=job(),
+        cores=os.cpu_count(), threads=torch.get_num_threads(), memory_bytes=psutil.virtual_memory().total, load_average=os.getloadavg()[0],
+        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None, other_runs=list(other_runs), job=job(),
     )  # fmt: skip
 
 
 def job() -> str | None:
     """`slurm 17_3 on node5, 4 of 64 cores`; the whole node is said to be one."""
-    job = os.environ.get("SLURM_JOB_ID")
-    if job is None:
+    if (job := os.environ.get("SLURM_JOB_ID")) is None:
         return None
     cores = os.environ.get("SLURM_CPUS_ON_NODE", "")
     whole = cores.isdecimal() and int(cores) >= (os.cpu_count() or 1)

@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,11 +80,7 @@ class Dial:
 
 
 def load_dial(name: str) -> Dial:
-    """The dial of conf/budget/NAME.yaml, or of a yaml of the user's own.
-
-    Raises:
-        ConfigError: there is none, or it says something else.
-    """
+    """The dial of conf/budget/NAME.yaml, or of a yaml of the user's own. Raises ConfigError: there is none, or it says something else."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else config_dir() / "budget" / f"{name}.yaml"
     if not path.is_file():
         raise ConfigError(f"There is no dial {name}. There are: {', '.join(choices('budget'))}; or give a yaml file of your own.")
@@ -126,10 +123,7 @@ class Budget(Options):
 
     def reached(self, record: Record, dense: Record) -> float:
         """What a record saves, or costs, in percent of dense.
-
-        Raises:
-            ConfigError: the protocol has no prompt, or too few windows for an interval.
-        """
+        Raises ConfigError: the protocol has no prompt, or too few windows for an interval."""
         if self.kind == "cost":
             paired = paired_records(record, dense)
             return paired.relative_pct_high if self.sure else paired.relative_pct
@@ -196,19 +190,16 @@ def fit(
     """Turn the dial until the budget is just met on the calibrating text, at every setting of its grid; of these, the least KL to dense.
 
     Just met: the least of the dial that saves enough, or the most of it that costs little enough. Saving grows with the dial; where cost does not, the position found is within the budget and need not be the last one that is.
+    Raises ConfigError: the budget cannot be met between the dial's ends; what they gave is named. QuickSilverError: a run failed.
 
     Args:
         overrides: the user's: model, dataset, windows …
         halvings: of the interval between the dial's ends.
-
-    Raises:
-        ConfigError: the budget cannot be met between the dial's ends; what they gave is named.
-        QuickSilverError: a run failed.
     """
-    found, refused = list[Fit](), list[ConfigError]()
+    shared, found, refused = context or RunContext(), list[Fit](), list[ConfigError]()
     for one in dial.settings():
         try:
-            found.append(_bisected(budget, one, overrides, halvings, context or RunContext(), progress))
+            found.append(_bisected(budget, one, overrides, halvings, partial(ensure, progress=progress, context=shared)))
         except ConfigError as error:
             refused.append(error)
     if not found:
@@ -218,12 +209,7 @@ def fit(
 
 
 def _bisected(
-    budget: Budget,
-    dial: Dial,
-    overrides: Sequence[str],
-    halvings: int,
-    context: RunContext,
-    progress: Callable[[Progress], None] | None,
+    budget: Budget, dial: Dial, overrides: Sequence[str], halvings: int, made: Callable[[list[RunConfig]], list[Record]]
 ) -> Fit:
     """`fit` at one setting."""
     steps: list[Step] = []
@@ -232,7 +218,7 @@ def _bisected(
         return compose([*SEARCH, *overrides, *dial.at(value)])
 
     def at(value: float) -> Step:
-        (record,) = ensure([composed(value)], progress=progress, context=context)
+        (record,) = made([composed(value)])
         dense = Store(composed(value).results_dir).dense_of(record)
         steps.append(Step(value, budget.reached(record, dense), record, dense))
         return steps[-1]
@@ -242,10 +228,8 @@ def _bisected(
     chosen = at(inside)
     if not budget.met(chosen.reached):
         verb = "saves at most" if budget.kind == "save" else "costs at least"
-        raise ConfigError(
-            f"{dial.name} cannot {budget}: with {dial.keys[0]}={dial.text(inside)} it {verb} {chosen.reached:.1f}% on the calibrating text. "
-            "Ask less, take another dial, or widen its ends."
-        )
+        found = f"with {dial.keys[0]}={dial.text(inside)} it {verb} {chosen.reached:.1f}% on the calibrating text"
+        raise ConfigError(f"{dial.name} cannot {budget}: {found}. Ask less, take another dial, or widen its ends.")
     if budget.met((further := at(outside)).reached):
         chosen, halvings = further, 0
     for _ in range(halvings):
@@ -270,43 +254,34 @@ def freeze(found: Fit, folder: Path | str, *, context: RunContext | None = None)
     folder, name, store = Path(folder), f"{found.dial.name}_{found.budget.slug}", Store(found.config.results_dir)
     modules, _ = calibrated_modules(found.config, context or RunContext(), store)
     entries = {key: dict(entry) for key, entry in sorted(found.config.modules.items())}
-    path = folder / "modules" / f"{name}.yaml"
+    path, chosen, config = folder / "modules" / f"{name}.yaml", found.chosen, found.config
+    said = (
+        f"# @package modules\n# To {found.budget}: {found.dial.said(chosen.value)} {found.budget.kind}s {chosen.reached:.2f}% on the "
+        f"calibrating\n# part of {config.dataset.name} with {config.model.name}, record {chosen.record.fingerprint}.\n"
+    )
+    for one in found.settings if len(found.settings) > 1 else ():
+        grid = " ".join(word for word in one.dial.at(one.chosen.value) if word not in found.dial.overrides[:1])
+        said += f"# compared: KL {one.kl_nats:.4f} nats, {one.chosen.reached:.2f}%: {grid}\n"
     with store.writing():
         path.parent.mkdir(parents=True, exist_ok=True)
         for entry, module in zip(entries.values(), modules, strict=True):
             if found.dial.percentile and isinstance(module, Calibrated) and isinstance(module.calibration, Calibration):
                 entry["calibration"] = str(folder / f"{name}.calibration.json")
                 module.calibration.save(entry["calibration"])
-        said = (
-            f"# @package modules\n# To {found.budget}: {found.dial.said(found.chosen.value)} {found.budget.kind}s "
-            f"{found.chosen.reached:.2f}% on the calibrating\n# part of {found.config.dataset.name} with {found.config.model.name}, record "
-            f"{found.chosen.record.fingerprint}.\n"
-        )
-        for one in found.settings if len(found.settings) > 1 else ():
-            grid = " ".join(word for word in one.dial.at(one.chosen.value) if word not in found.dial.overrides[:1])
-            said += f"# compared: KL {one.kl_nats:.4f} nats, {one.chosen.reached:.2f}%: {grid}\n"
         path.write_text(said + OmegaConf.to_yaml(OmegaConf.create(entries)), encoding="utf-8")
     return path
 
 
 def frozen_overrides(found: Fit, yaml: Path) -> tuple[str, ...]:
     """The overrides of a run with what `freeze` wrote, without its folder: the dial's, and the frozen calibration of percentiles."""
-    overrides = found.dial.at(found.chosen.value)
-    if not found.dial.percentile:
-        return overrides
-    written = OmegaConf.load(yaml).items()
-    return (
-        *overrides,
-        *(f"modules.{key!s}.calibration={entry.calibration}" for key, entry in written if entry.get("calibration")),
-    )
+    written = OmegaConf.load(yaml).items() if found.dial.percentile else ()
+    calibrations = (f"modules.{key!s}.calibration={entry.calibration}" for key, entry in written if entry.get("calibration"))
+    return (*found.dial.at(found.chosen.value), *calibrations)
 
 
 def note(found: Fit, path: Path) -> None:
     """Put what was found into a yaml of many searches: model, dial, budget -> `Fit.entry`.
-
-    Raises:
-        ConfigError: the file is none of these.
-    """
+    Raises ConfigError: the file is none of these."""
     try:
         there = yaml.safe_load(read_bytes(path)) if path.exists() else {}
         own = there.setdefault(found.config.model.name, {}).setdefault(found.dial.name, {})

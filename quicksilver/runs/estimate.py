@@ -68,10 +68,7 @@ class Estimate:
 
 def shape_of(config: ModelConfig, root: Path | None = None) -> Architecture:
     """A model's adapter over tensors without memory.
-
-    Raises:
-        ConfigError: its config.json is nowhere, and it is no model whose shape the package knows.
-    """
+    Raises ConfigError: its config.json is nowhere, and it is no model whose shape the package knows."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -93,12 +90,9 @@ def _config_folder(config: ModelConfig, root: Path | None) -> Path:
     from quicksilver.models.loading import EMBEDDED, is_hub_id
 
     kind, _, name = config.path.partition(":")
-    if kind == "embedded":
-        places = [EMBEDDED / name]
-    else:
-        beside = [] if root is None else [root / (name if kind == "data" else config.name)]
-        places = [Path(config.path).expanduser(), *beside, SHAPES / config.name]
-    for place in places:
+    beside = [] if root is None else [root / (name if kind == "data" else config.name)]
+    elsewhere = [Path(config.path).expanduser(), *beside, SHAPES / config.name]
+    for place in [EMBEDDED / name] if kind == "embedded" else elsewhere:
         if (place / "config.json").is_file():
             return place
     if kind not in ("embedded", "data") and is_hub_id(config.path):
@@ -110,10 +104,9 @@ def _config_folder(config: ModelConfig, root: Path | None) -> Path:
                 cached = hf_hub_download(config.path, "config.json", revision=config.revision)
         return Path(cached).parent
     known = ", ".join(sorted(path.name for path in SHAPES.iterdir() if path.is_dir()))
-    raise ConfigError(
-        f"model={config.name}: its shape is not known here: there is no config.json in {config.path}. Give model.path=/folder with that file "
-        f"(weights are not needed for plan=true). Known without: {known}."
-    )
+    gone = f"its shape is not known here: there is no config.json in {config.path}"
+    give = "Give model.path=/folder with that file (weights are not needed for plan=true)"
+    raise ConfigError(f"model={config.name}: {gone}. {give}. Known without: {known}.")
 
 
 def measured_speed(dtype: str, device_map: str, *, seconds: float = 1.0, size: int = 1024) -> Speed:
@@ -196,14 +189,6 @@ def windows_passed(config: RunConfig, windows: int, *, in_blocks: bool = False) 
 
 
 # --- of several runs ------------------------------------------------------------------------------------------------------------
-
-
-def with_dense(configs: Sequence[RunConfig]) -> list[RunConfig]:
-    """Each run once, with the dense runs that the runs are compared with."""
-    steps = [step for config in configs for step in (config.dense(), *([config] if config.modules else []))]
-    return list({json.dumps([step.identity(), step.model.path], sort_keys=True, default=str): step for step in steps}.values())
-
-
 def without_record(configs: Sequence[RunConfig]) -> list[RunConfig]:
     """Those that would run; of what is not at hand, weights or text, nothing can have been run."""
     from quicksilver.runs.run import plan
@@ -229,37 +214,33 @@ def not_here(configs: Sequence[RunConfig]) -> list[str]:
                 plan([config], context)
         except QuickSilverError as error:
             name = str(error).partition(":")[0]
-            if name in (f"model={config.model.name}", f"dataset={config.dataset.name}"):
-                found[name] = None
+            found |= {one: None for one in (f"model={config.model.name}", f"dataset={config.dataset.name}") if one == name}
     return [*found]
 
 
 def estimates(
     configs: Sequence[RunConfig], speed: Speed | None = None, *, fetch: bool = False, differing: Sequence[str] = ()
 ) -> list[Estimate]:
-    """What each run takes, the dense runs they are compared with included.
+    """What each run takes, the dense runs they are compared with included. Raises ConfigError: a shape that is not known, options
+    or a protocol that the run would refuse, or a text that is to be scored whole and is not at hand.
 
     Args:
         speed: of the machine; None: it is measured.
         fetch: a text may be fetched, to know how long it is.
         differing: for each config, the options in which it differs from the others: they stand before its label.
-
-    Raises:
-        ConfigError: a shape that is not known, options or a protocol that the run would refuse, or a text that is to be scored whole and is
-            not at hand.
     """
     from quicksilver.runs.run import check_allowed_by_protocol
 
     said = {id(config): words for config, words in zip(configs, differing, strict=False) if words}
     predicted, calibrated = set[str](), set[str]()
     shapes: dict[str, Architecture] = {}
-    rate, context, found = cache(measured_speed), RunContext(), []
+    rate, context, found = cache(measured_speed), RunContext(), list[Estimate]()
+    both = [step for config in configs for step in (config.dense(), *([config] if config.modules else []))]
+    steps = {json.dumps([step.identity(), step.model.path], sort_keys=True, default=str): step for step in both}  # each once
     asked = {id(config) for config in configs}
-    steps = with_dense(configs)
-    missing = {
-        id(config) for config in without_record([step for step in steps if id(step) not in asked])
-    }  # of dense runs, which are few
-    for config in (step for step in steps if id(step) in asked | missing):
+    dense = [step for step in steps.values() if id(step) not in asked]  # which are few
+    asked |= {id(config) for config in without_record(dense)}
+    for config in (step for step in steps.values() if id(step) in asked):
         check_allowed_by_protocol(config)
         model, root = config.model, Path(config.data.root).expanduser() if config.data.root else None
         if (key := f"{model.name} {model.path} {model.dtype}") not in shapes:
@@ -288,44 +269,29 @@ def _whole(config: RunConfig, context: RunContext, fetch: bool) -> int:
         with nullcontext() if fetch else nothing_fetched():
             text = context.text(config, "test").text
     except ConfigError as error:
-        raise ConfigError(
-            f"{error} How long the whole text takes is unknown before it is read: give dataset.windows=256."
-        ) from error
+        said = f"{error} How long the whole text takes is unknown before it is read: give dataset.windows=256."
+        raise ConfigError(said) from error
     return max(1, len(text.encode()) // (_BYTES_PER_TOKEN * config.protocol.window_tokens))
 
 
 def check_time(configs: Sequence[RunConfig], yes: bool) -> None:
     """Print what runs would take that take long, and refuse them unless that was agreed to. Of models of the package, which are small, nothing
-    is asked; of what cannot be known before, nothing is said.
-
-    Raises:
-        ConfigError: more than an hour without `yes`.
-    """
+    is asked; of what cannot be known before, nothing is said. Raises ConfigError: more than an hour without `yes`."""
     asked = [config for config in configs if not config.model.path.startswith("embedded:")]
     hours = 0.0
     with suppress(ConfigError):
-        if _hours(estimates(asked, Speed(_SLOWEST, "any"), fetch=True)) > 1 and (left := without_record(asked)):
-            hours = _hours(found := estimates(left, fetch=True))
+        most = sum(one.seconds for one in estimates(asked, Speed(_SLOWEST, "any"), fetch=True))
+        if most / 3600 > 1 and (left := without_record(asked)):
+            found = estimates(left, fetch=True)
             print(table(found), flush=True)
+            hours = sum(one.seconds for one in found) / 3600
     if hours > 1 and not yes:
         raise ConfigError(f"This takes about {hours:,.1f} hours: add yes=true to start it, or score less (dataset.windows=64).")
-
-
-def _hours(found: Sequence[Estimate]) -> float:
-    return sum(one.seconds for one in found) / 3600
-
-
-def _between(seconds: float) -> str:
-    """`25 s to 50 s`, of runs that take about so long, with the start of the command."""
-    return f"{duration(_START_S + _FASTER * seconds)} to {duration(_START_S + _SLOWER * seconds)}"
 
 
 def duration(seconds: float) -> str:
     """`45 s`, `12 min`, `3.5 h`."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-_ELSEWHERE = "on this machine's processor: the speed of a GPU or of other machines, and their start, is not known here"
 
 
 def table(found: Sequence[Estimate], absent: Sequence[str] = (), workers: int = 1, elsewhere: bool = False) -> str:
@@ -340,30 +306,27 @@ def table(found: Sequence[Estimate], absent: Sequence[str] = (), workers: int = 
         work = f"{one.flops / 1e15:>8.3g} {duration(one.seconds):>8}"
         label = one.label if len(one.label) <= wide else f"{one.label[: wide - 1]}…"
         lines.append(f"{label:<{wide}} {work} {gibibytes(one.memory_bytes):>10} {gibibytes(one.disk_bytes):>10}")
-    seconds = 3600 * _hours(found)
-    shared = f" by one worker, {_between(seconds / min(workers, len(found)))} by {workers}" if workers > 1 else ""
+
+    def between(seconds: float) -> str:  # with the start of the command
+        return f"{duration(_START_S + _FASTER * seconds)} to {duration(_START_S + _SLOWER * seconds)}"
+
+    seconds = sum(one.seconds for one in found)
+    how = f"{_FASTER} to {_SLOWER} times the sum at the speed measured now, and {_START_S:.0f} s of start"
+    if elsewhere:
+        how = "on this machine's processor: the speed of a GPU or of other machines, and their start, is not known here"
+    seconds = sum(one.seconds for one in found)
+    shared = f" by one worker, {between(seconds / min(workers, len(found)))} by {workers}" if workers > 1 else ""
     memory, disk, here = max(one.memory_bytes for one in found), sum(one.disk_bytes for one in found), memory_bytes()
-    lines.append(
-        f"{len(found)} run{'s' * (len(found) > 1)}: about {_between(seconds)}{shared} "
-        f"({_ELSEWHERE if elsewhere else f'{_FASTER} to {_SLOWER} times the sum at the speed measured now, and {_START_S:.0f} s of start'}), "
-        f"{gibibytes(memory)} of memory, at most {gibibytes(disk)} of records on disk. Weights: {gibibytes(max(one.weights_bytes for one in found))}."
-    )
-    lines.append(
-        f"If a run is killed, about {duration(max(one.seconds_at_risk for one in found))} of its work are made again at most."
-    )
-    if any(one.calibrates for one in found):
-        lines.append(
-            "Thresholds by percentile first need a pass over the calibration text, unless it was made. It is counted here, once."
-        )
-    if absent:
-        lines.append(
-            f"Not on this machine: {', '.join(absent)}. A run looks below the folder given as data.root, then asks the hub."
-        )
-    if memory > here:
-        # What does not fit is read anew in every call.
-        traffic = sum(one.calls * min(one.weights_bytes, max(0, one.memory_bytes - here)) for one in found)
-        lines.append(
-            f"That is more than the {gibibytes(here)} of memory that this machine has: model.device_map=auto leaves the rest on disk, "
-            f"and is as slow as the disk: about {gibibytes(traffic)} are read from it."
-        )
-    return "\n".join(lines)
+    # What does not fit is read anew in every call.
+    traffic = sum(one.calls * min(one.weights_bytes, max(0, one.memory_bytes - here)) for one in found)
+    notes = {
+        f"{len(found)} run{'s' * (len(found) > 1)}: about {between(seconds)}{shared} ({how}), {gibibytes(memory)} of memory, at most "
+        f"{gibibytes(disk)} of records on disk. Weights: {gibibytes(max(one.weights_bytes for one in found))}.": True,
+        f"If a run is killed, about {duration(max(one.seconds_at_risk for one in found))} of its work are made again at most.": True,
+        "Thresholds by percentile first need a pass over the calibration text, unless it was made. It is counted here, once.":
+            any(one.calibrates for one in found),
+        f"Not on this machine: {', '.join(absent)}. A run looks below the folder given as data.root, then asks the hub.": bool(absent),
+        f"That is more than the {gibibytes(here)} of memory that this machine has: model.device_map=auto leaves the rest on disk, "
+        f"and is as slow as the disk: about {gibibytes(traffic)} are read from it.": memory > here,
+    }  # fmt: skip
+    return "\n".join([*lines, *(note for note, holds in notes.items() if holds)])

@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -61,10 +61,7 @@ class Job:
 
     def planned(self, context: RunContext) -> Plan:
         """Its plan, made if it has none, with that context.
-
-        Raises:
-            QuickSilverError: model or text cannot be had, or a record is not whole.
-        """
+        Raises QuickSilverError: model or text cannot be had, or a record is not whole."""
         from quicksilver.runs.run import plan
 
         assert self.config is not None
@@ -85,7 +82,7 @@ def make_job(name: str, overrides: Sequence[str], needs: Sequence[str], answers:
     """
     job = Job(name, tuple(overrides))
     known = answers.get(job.overrides)
-    if known is not None and (known.record is not None or known.reason is not None or not to_run):
+    if known is not None and (known.record or known.reason or not to_run):
         job.record, job.reason = known.record, known.reason
         return job
     from quicksilver.runs.choices import choices
@@ -118,45 +115,43 @@ def run_missing(
     watch: Watch | None = None,
     on_fault: Callable[[Exception], None] = lambda _: None,
 ) -> None:
-    """Give every job with a config its record, or its error.
+    """Give every job with a config its record, or its error. Raises QuickSilverError: what `shared`, or else the first run, needs
+    (model, text) cannot be had; the others need it too.
 
     Args:
         shared: where the jobs have models and texts of their own: what most of them use.
         watch: shows progress.
         on_fault: told of every error once, those of a tracker included.
-
-    Raises:
-        QuickSilverError: what `shared`, or else the first run, needs (model, text) cannot be had; the others need it too.
     """
     from quicksilver.runs.run import joined, make
 
-    failed: dict[str, Exception] = {}
-    wanted: list[tuple[Job, Plan]] = []
-    missing = [job for job in jobs if job.config is not None]
+    failed, wanted, plans = dict[str, Exception](), list[Job](), list["Plan"]()
     try:
-        context = run_context(shared, jobs) if missing else None
+        if not (missing := [job for job in jobs if job.config is not None]):
+            return
+        context = run_context(shared, jobs)
         for job in missing:
-            assert context is not None
             try:
-                wanted.append((job, job.planned(context)))
+                plans.append(job.planned(context))
+                wanted.append(job)
             except QuickSilverError as error:
                 if shared is None and not wanted and all(other.record is None for other in jobs):
                     raise
                 job.fail(error)
         if not wanted:
             return
-        whole = joined([plan for _, plan in wanted])
+        whole = joined(plans)
         with watch(whole.steps) if watch is not None else nullcontext() as report:
             make(whole, progress=report, failed=failed)
         for fault in dict.fromkeys(failed.values()):
             on_fault(fault)
-        for (job, _), step in zip(wanted, whole.wanted, strict=True):
+        for job, step in zip(wanted, whole.wanted, strict=True):
             try:
-                job.record = step.record
-                if job.record is None:
+                if (record := step.record) is None:
                     job.fail(failed[step.fingerprint])
-                else:
-                    answers.put(job.overrides, step.config, Answer(job.record))
+                    continue
+                job.record = record
+                answers.put(job.overrides, step.config, Answer(record))
             except QuickSilverError as error:
                 job.fail(error)
     finally:
@@ -165,10 +160,7 @@ def run_missing(
 
 def run_context(shared: RunConfig | None, jobs: Sequence[Job] = ()) -> RunContext:
     """That of the plans that jobs have, or a new one, at which the model and the text of `shared` can be had.
-
-    Raises:
-        QuickSilverError: they cannot.
-    """
+    Raises QuickSilverError: they cannot."""
     from quicksilver.runs.context import RunContext
     from quicksilver.runs.run import plan
 
@@ -179,7 +171,6 @@ def run_context(shared: RunConfig | None, jobs: Sequence[Job] = ()) -> RunContex
 
 
 # --- what is remembered ----------------------------------------------------------------------------------------------------------
-
 _FILE = "cache/answers.json"
 INDEX = f"{KEPT}/answers.json"
 _MADE_HERE = ("pydoc", "python-source", "far-copy", "far-recall")  # by Python's version and a seed
@@ -207,17 +198,20 @@ class RecordIndex:
         self._stamps: dict[tuple[str, ...], str] = {}
 
     def _read(self, name: str) -> dict[str, Any]:
+        def is_whole(one: Any) -> bool:
+            said = isinstance(one, dict) and isinstance(one.get("reason", one.get("fingerprint")), str)
+            return said and isinstance(one.get("files", []), list)
+
         kept = read_object(self._store.root / name)
         entries = kept.get("answers") if kept.get("stamp") == self._stamp else None
-        known = {key: one for key, one in entries.items() if isinstance(one, dict)} if isinstance(entries, dict) else {}
-        known = {key: one for key, one in known.items() if isinstance(one.get("reason", one.get("fingerprint")), str)}
-        return {key: one for key, one in known.items() if isinstance(one.get("files", []), list)}
+        return {key: one for key, one in entries.items() if is_whole(one)} if isinstance(entries, dict) else {}
 
     def index(self) -> dict[str, Any]:
         """What the repository remembers: `INDEX`. A record that it lacks is there with its fingerprint, so that nobody looks again."""
-        named = ("fingerprint", "reason")  # where files lie, and when they were written, is of this machine
-        whole = {key: {name: one[name] for name in named if name in one} for key, one in self._known.items()}
-        known = {key: one | {"outside": True} if self._known[key].get("outside") else one for key, one in whole.items()}
+        known = {}
+        for key, one in self._known.items():  # where files lie, and when they were written, is of this machine
+            known[key] = {name: one[name] for name in ("fingerprint", "reason") if name in one}
+            known[key] |= {"outside": True} if one.get("outside") else {}
         return {"stamp": self._stamp, "answers": dict(sorted((self._index | known).items()))}
 
     def get(self, overrides: Sequence[str]) -> Answer | None:
@@ -241,7 +235,7 @@ class RecordIndex:
 
     def put(self, overrides: Sequence[str], config: RunConfig, answer: Answer) -> None:
         """Remember; where model, text or modules are not those of the package, for `index` alone."""
-        entries = config.modules.values()
+        entries, key = config.modules.values(), _key(overrides)
         ours = all(str(one.get("_target_", "")).startswith("quicksilver.") and not one.get("calibration") for one in entries)
         fingerprint = answer.record.fingerprint if answer.record is not None else answer.fingerprint
         kept: dict[str, Any] = {"fingerprint": fingerprint} if fingerprint is not None else {"reason": answer.reason}
@@ -251,8 +245,8 @@ class RecordIndex:
             splits = (dataset.task.train, dataset.task.validation) if dataset.task is not None else ()
             names = [*filter(None, vars(dataset.files).values()), *(name for split in splits for name in split.files)]
             kept |= {"outside": (dataset.tagger is None and self._below(overrides, names)) or True, "files": names}
-        self._changed |= self._known.get(_key(overrides)) != kept
-        self._known[_key(overrides)] = kept
+        self._changed |= self._known.get(key) != kept
+        self._known[key] = kept
 
     def _below(self, overrides: Sequence[str], names: Any) -> str | None:
         """The stamp of files below data.root; None: it is not set, or one of them is not there."""
@@ -288,23 +282,17 @@ def _stamp() -> str:
     """A hash that changes with any file of the package or of conf/, and with Python's version, whose documentation is the embedded text; the
     same in every clone."""
     whole = hashlib.sha256(sys.version.encode())
-    for name, path in sorted(_files()):
+    conf = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
+    # What decides about an answer, weights included, by names that are the same wherever the package lies.
+    places = ((_PACKAGE, "*.py"), (_PACKAGE / "models" / "reference", "*"), (conf, "*.yaml"))
+    paths = [(folder, path) for folder, pattern in places for path in folder.rglob(pattern) if path.is_file()]
+    files = {f"{folder.name}/{path.relative_to(folder).as_posix()}": path for folder, path in paths}
+    for name, path in sorted(files.items()):
         whole.update(f"{name}\n".encode() + path.read_bytes())
     return whole.hexdigest()[:20]
 
 
-def _files() -> Iterator[tuple[str, Path]]:
-    """What decides about an answer, weights included, by names that are the same wherever the package lies."""
-    conf = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
-    for folder, pattern in ((_PACKAGE, "*.py"), (_PACKAGE / "models" / "reference", "*"), (conf, "*.yaml")):
-        for path in folder.rglob(pattern):
-            if path.is_file():
-                yield f"{folder.name}/{path.relative_to(folder).as_posix()}", path
-
-
 # --- several processes -----------------------------------------------------------------------------------------------------------
-
-
 def text_of(config: RunConfig) -> str:
     """Equal for runs whose model, windows and dense predictions are the same."""
     return repr((config.model, config.dataset, config.protocol, config.measure["batch_windows"]))
@@ -330,22 +318,18 @@ def _alone(config: RunConfig) -> bool:
 
 def make_side_by_side(jobs: Sequence[Job], workers: int | None = None, *, watch: Watch | None = None) -> None:
     """Make records of `jobs` that are missing and may be made side by side, in so many `workers` (None: one a core; 1: nothing is made here). What
-    fails is left as it was: `run_missing` tries it again, and says why.
-
-    Raises:
-        ConfigError: fewer than one worker.
-    """
+    fails is left as it was: `run_missing` tries it again, and says why. Raises ConfigError: fewer than one worker."""
     from quicksilver.runs.run import Progress
 
     if workers is not None and workers < 1:
         raise ConfigError(f"workers={workers}: needs at least 1.")
-    together = groups([job.config for job in jobs if job.config is not None])
+    configured = [job for job in jobs if job.config is not None]
+    together = groups([job.config for job in configured if job.config is not None])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = min(workers or cores, len(together))
     if count < 2:
         return
-    configured, context = [job for job in jobs if job.config is not None], run_context(None, jobs)
-    work, steps = list[list[tuple[str, ...]]](), dict[str, Any]()
+    context, work, steps = run_context(None, jobs), list[list[tuple[str, ...]]](), dict[str, "Planned"]()
     for numbers in together:
         words = []
         for job in (configured[number] for number in numbers):
@@ -353,8 +337,7 @@ def make_side_by_side(jobs: Sequence[Job], workers: int | None = None, *, watch:
                 if missing := {step.fingerprint: step for step in job.planned(context).steps if not step.done}:
                     words.append(job.overrides)
                     steps |= missing
-        if words:
-            work.append(words)
+        work += [words] if words else []
     if len(work) < 2:
         return
     spawn = multiprocessing.get_context("spawn")

@@ -59,15 +59,12 @@ def workers_of(settings: DictConfig, asked: int | None) -> int:
 
 def check_launcher(settings: DictConfig, configs: Iterable[RunConfig], results_dir: Path, asked: int | None = None) -> int:
     """How many workers a sweep with this section `hydra` gets; `asked`: None: as the launcher's yaml says.
-
-    Raises:
-        ConfigError: the launcher's package, Slurm or the partition is not there; runs that are timed would share a machine; workers could
-            not see the results folder.
-    """
+    Raises ConfigError: the launcher's package, Slurm or the partition is not there; runs that are timed would share a machine;
+    workers could not see the results folder."""
     name, launcher = launcher_name(settings), settings.launcher
+    if name == SERIAL and asked not in (None, 1):
+        raise ConfigError(f"workers={asked}: runs are made one by one unless there is a launcher: hydra/launcher=joblib.")
     if name == SERIAL:
-        if asked not in (None, 1):
-            raise ConfigError(f"workers={asked}: runs are made one by one unless there is a launcher: hydra/launcher=joblib.")
         return 1
     workers = workers_of(settings, asked)
     if launcher.get("_target_") not in Plugins.instance().class_name_to_class:
@@ -85,35 +82,26 @@ def check_launcher(settings: DictConfig, configs: Iterable[RunConfig], results_d
         ways = "hydra.launcher.exclusive=true, which asks for a whole node for each worker"
     timed = next((timed for config in configs for timed in timed_measurements(config)), None)
     if timed is not None and not alone:
-        raise ConfigError(
-            f"hydra/launcher={name}: measure.{timed} reads a clock, and {workers} workers would share a machine. Use {ways}, or measure "
-            f"nothing that is timed: measure=sweep, measure=quick, or measure.{timed}.enabled=false."
-        )
+        said = f"hydra/launcher={name}: measure.{timed} reads a clock, and {workers} workers would share a machine. Use {ways}"
+        untimed = f"measure=sweep, measure=quick, or measure.{timed}.enabled=false"
+        raise ConfigError(f"{said}, or measure nothing that is timed: {untimed}.")
     return workers
 
 
 # --- Slurm ----------------------------------------------------------------------------------------------------------------------
-
-
 def _check_slurm(partition: str | None, results_dir: Path) -> None:
-    """
-    Raises:
-        ConfigError: no Slurm on this machine, one that does not answer, no such partition, or a results folder in this machine's memory
-            where the nodes are others.
-    """
+    """Raises ConfigError: no Slurm on this machine, one that does not answer, no such partition, or a results folder in this
+    machine's memory where the nodes are others."""
     if shutil.which("sbatch") is None:
         raise ConfigError("hydra/launcher=submitit_slurm: this machine has no sbatch. Start it where Slurm is, or use joblib.")
     there = _sinfo("--format=%R")
     if partition is not None and not set(str(partition).split(",")) <= set(there):
         raise ConfigError(f"hydra.launcher.partition={partition}: there is no such partition. There are: {', '.join(there)}.")
     kind, host = _file_system(results_dir), lease.host_name()
-    if kind in ("tmpfs", "ramfs") and (
-        others := sorted({*_sinfo("--Node", "--format=%N")} - {host, host.partition(".")[0], "localhost"})
-    ):
-        raise ConfigError(
-            f"results_dir={results_dir} lies in this machine's memory ({kind}), where {others[0]} cannot see it: give a folder that all "
-            "nodes share."
-        )
+    here = {host, host.partition(".")[0], "localhost"}
+    if kind in ("tmpfs", "ramfs") and (others := sorted({*_sinfo("--Node", "--format=%N")} - here)):
+        said = f"results_dir={results_dir} lies in this machine's memory ({kind}), where {others[0]} cannot see it"
+        raise ConfigError(f"{said}: give a folder that all nodes share.")
 
 
 def _sinfo(*words: str) -> list[str]:
@@ -169,8 +157,6 @@ def ask_squeue() -> None:
 
 
 # --- starting -------------------------------------------------------------------------------------------------------------------
-
-
 def launch(
     settings: DictConfig,
     task: Callable[[Any], Any],
@@ -179,7 +165,8 @@ def launch(
     is_over: Callable[[], bool] = lambda: False,
     at_work: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Start workers and wait for them, within `hydra_started`.
+    """Start workers and wait for them, within `hydra_started`. Raises QuickSilverError: a worker could not be started, or died;
+    what it made is kept.
 
     Args:
         task: what a worker does; it is sent to it by its name. It is given a config that it need not read.
@@ -187,9 +174,6 @@ def launch(
         is_over: whether nothing is left to make; asked often. Jobs of submitit tell of their end a second late: when nothing is left they are
             waited for no longer.
         at_work: whether some worker is alive: when another died, those are waited for.
-
-    Raises:
-        QuickSilverError: a worker could not be started, or died; what it made is kept.
     """
     hydra = GlobalHydra.instance().hydra
     assert hydra is not None
@@ -215,10 +199,10 @@ def launch(
 
         if name == "joblib":
             _wait_again(wait, is_over)
-        elif not name.startswith("submitit"):
-            wait()
-        else:
+        elif name.startswith("submitit"):
             _until_over(wait, is_over, at_work)
+        else:
+            wait()
     except QuickSilverError:
         raise
     except Exception as error:  # submitit, joblib and ray have their own kinds
@@ -236,14 +220,11 @@ def _wait_again(wait: Callable[[], None], is_over: Callable[[], bool]) -> None:
             return wait()
         except Exception as error:
             if is_over():
-                return None
+                break
             if not left or not _DIED.search(str(error)):
                 raise
-            print(
-                "A worker died, killed by hand or for want of memory. joblib ended all; they start again.",
-                file=sys.stderr,
-                flush=True,
-            )
+            said = "A worker died, killed by hand or for want of memory. joblib ended all; they start again."
+            print(said, file=sys.stderr, flush=True)
     return None
 
 

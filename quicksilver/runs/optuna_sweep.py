@@ -66,10 +66,7 @@ class StudyConfig:
 
 def study_config(settings: Any) -> StudyConfig:
     """The section `hydra.sweeper` of a sweep's config, checked.
-
-    Raises:
-        ConfigError: optuna is not installed; an objective, direction or sampler that there is not.
-    """
+    Raises ConfigError: optuna is not installed; an objective, direction or sampler that there is not."""
     if importlib.util.find_spec("optuna") is None:
         raise ConfigError(f"hydra/sweeper=optuna needs optuna: {installing('optuna')}.")
     try:
@@ -114,16 +111,11 @@ class Space:
 
 def space_of(words: Sequence[str], params: Mapping[str, str] | None) -> Space:
     """From Hydra's words: `key=a,b` or `choice(a,b)` one of several, `interval(0,1)` any between, `range(1,9)` whole numbers.
-
-    Raises:
-        ConfigError: nothing is drawn, or an interval that is none.
-        HydraException: a word that is no override.
-    """
-    more = [parsed(f"{key}={value}") for key, value in (params or {}).items()]
+    Raises ConfigError: nothing is drawn, or an interval that is none. HydraException: a word that is no override."""
+    more = {key: parsed(f"{key}={value}") for key, value in (params or {}).items()}
     given = {one.key_or_group: one for one in map(parsed, words)}  # of two words for one key the later one counts
-    drawn: dict[str, Any] = {}
-    fixed = []
-    for one in (*(one for one in more if one.key_or_group not in given), *given.values()):
+    drawn, fixed = dict[str, Any](), list[str]()
+    for one in (*(one for one in more.values() if one.key_or_group not in given), *given.values()):
         if not one.is_sweep_override():
             fixed.append(str(one.input_line))
             continue
@@ -132,9 +124,8 @@ def space_of(words: Sequence[str], params: Mapping[str, str] | None) -> Space:
         except ValueError as error:  # optuna's, of an interval that is none
             raise ConfigError(f"{one.input_line}: {error}") from error
     if not drawn:
-        raise ConfigError(
-            "hydra/sweeper=optuna draws nothing: give a key several values, modules.halting.tau_drift=interval(0.01,0.5)."
-        )
+        example = "modules.halting.tau_drift=interval(0.01,0.5)"
+        raise ConfigError(f"hydra/sweeper=optuna draws nothing: give a key several values, {example}.")
     return Space(drawn, tuple(fixed))
 
 
@@ -156,10 +147,7 @@ def _distribution(override: Override) -> Any:
 
 def open_study(folder: Path, name: str, config: StudyConfig) -> optuna.Study:
     """The study of a sweep, new or as it was left: what a killed process was making is drawn again first.
-
-    Raises:
-        QuickSilverError: the journal is damaged, or of other objectives.
-    """
+    Raises QuickSilverError: the journal is damaged, or of other objectives."""
     import optuna
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
@@ -199,10 +187,8 @@ def complete(study: optuna.Study) -> list[Any]:
 
 def values_of(record: Record, objectives: Iterable[str]) -> list[float]:
     """The objectives of one record.
-
-    Raises:
-        QuickSilverError: the record does not have one: nothing was compared with dense inference, or the protocol has no prompt.
-    """
+    Raises QuickSilverError: the record does not have one: nothing was compared with dense inference, or the protocol has no
+    prompt."""
     found: dict[str, float | None] = {name: getattr(record.quality, name) for name in _OF_QUALITY}
     found |= differences(record)
     if missing := [name for name in objectives if found.get(name) is None]:

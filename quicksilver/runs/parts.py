@@ -46,30 +46,24 @@ T = TypeVar("T")
 
 def target_class(key: str, entry: Any, base: type[T]) -> type[T]:
     """The class behind the section `key` of a config, such as `modules.halting`, whose `_target_: package.module.Class` names it.
-
-    Raises:
-        ConfigError: no `_target_`, or as `named_class`. Nothing was called then.
-    """
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("_target_"), str):
-        if isinstance(entry, Mapping):
-            raise ConfigError(f"{key} has no class: its yaml lacks the line `_target_: package.module.Class`.")
+    Raises ConfigError: no `_target_`, or as `named_class`. Nothing was called then."""
+    if not isinstance(entry, Mapping):
         kind = "measurement" if key.startswith("measure.") else "module"
         raise ConfigError(f"{key}={entry!r} is no {kind}: its yaml gives `_target_: package.Class` and the arguments.")
+    if not isinstance(entry.get("_target_"), str):
+        raise ConfigError(f"{key} has no class: its yaml lacks the line `_target_: package.module.Class`.")
     return named_class(f"{key}._target_", entry["_target_"], base)
 
 
 def named_class(key: str, target: str, base: type[T]) -> type[T]:
     """The class that the option `key` names. Files in the present folder are found too, after all others.
-
-    Raises:
-        ConfigError: nothing there, no class, or a class that is no subclass of `base`. Nothing was called then.
-    """
+    Raises ConfigError: nothing there, no class, or a class that is no subclass of `base`. Nothing was called then."""
     where = f"{key}={target}"
     module, _, name = target.rpartition(".")
     if not all(part.isidentifier() for part in target.split(".")) or not module:
         raise ConfigError(f"{where} is no name of a class: write package.module.Class.")
-    if _foreign(module, name):
-        raise ConfigError(f"{where} is not imported: {_why_foreign(module, name, base)}")
+    if why := _why_foreign(module, name, base):
+        raise ConfigError(f"{where} is not imported: {why}")
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, SyntaxError) as error:
@@ -86,26 +80,16 @@ def named_class(key: str, target: str, base: type[T]) -> type[T]:
     return found
 
 
-def _foreign(module: str, name: str) -> bool:
-    """Whether importing `module` for its `name` could do anything but define a class: it is Python's own, or its source has no such class.
+def _why_foreign(module: str, name: str, base: type) -> str:
+    """Why importing `module` for its `name` could do anything but define a class, a sentence; empty: it could not.
 
     A module that is not found is not foreign: importing it says why. One that was imported runs nothing when it is asked again.
     """
     top = module.split(".")[0]
     if top in sys.stdlib_module_names:
-        return True
-    if top == "quicksilver" or module in sys.modules or source_of(module) is None:
-        return False
-    source, node = _definition(module, name) or (None, None)
-    ours = source is not None and any(other.split(".")[0] == "quicksilver" for other, _ in source.imports.values())
-    return not (ours and node is not None and node.bases)
-
-
-def _why_foreign(module: str, name: str, base: type) -> str:
-    """What is wrong with the file that should define a class, in a sentence."""
-    path = source_of(module)
-    if path is None or module.split(".")[0] in sys.stdlib_module_names:
         return f"it is no {base.__name__} class of quicksilver or of a file of your own. A file that is called like a module of Python needs another name."
+    if top == "quicksilver" or module in sys.modules or (path := source_of(module)) is None:
+        return ""
     try:
         ast.parse(path.read_bytes())
     except (SyntaxError, ValueError) as error:
@@ -116,12 +100,12 @@ def _why_foreign(module: str, name: str, base: type) -> str:
         return f"{path.name} has no class {name}. Its classes: {classes}."
     if not found[1].bases:
         return f"{path.name}: {name} has no base. Write `class {name}({base.__name__})`."
-    return f"{path.name} imports nothing of quicksilver. Write `from {base.__module__} import {base.__name__}`."
+    ours = any(other.split(".")[0] == "quicksilver" for other, _ in found[0].imports.values())
+    needs = f"from {base.__module__} import {base.__name__}"
+    return "" if ours else f"{path.name} imports nothing of quicksilver. Write `{needs}`."
 
 
 # --- sources, read and not imported ---------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class _Source:
     """A file: the name of its module, its classes, and what it imports: name -> (module, the name there)."""
@@ -153,20 +137,17 @@ def source_of(module: str) -> Path | None:
 def _definition(module: str, name: str) -> tuple[_Source, ast.ClassDef] | None:
     """The class `name` of `module` and the file that defines it; imports of it are followed."""
     seen = set()
-    while (path := source_of(module)) is not None and (path, name) not in seen:
+    while module and (path := source_of(module)) is not None and (path, name) not in seen:
         seen.add((path, name))
         source = _read(path, path.stat().st_mtime_ns, module)
         if name in source.classes:
             return source, source.classes[name]
         module, name = source.imports.get(name, ("", ""))
-        if not module:
-            return None
     return None
 
 
 @lru_cache(maxsize=256)
-def _read(path: Path, changed_ns: int, module: str) -> _Source:
-    """`changed_ns`: when the file was, so that one that changes is read again."""
+def _read(path: Path, _changed_ns: int, module: str) -> _Source:
     try:
         nodes = list(ast.walk(ast.parse(path.read_bytes())))
     except (OSError, SyntaxError, ValueError):
@@ -226,14 +207,9 @@ SourcesRegistry.instance().types[FileConfigSource.scheme()] = FileConfigSource
 
 
 # --- modules --------------------------------------------------------------------------------------------------------------------
-
-
 def module_class(name: str, entry: Any) -> type[RuntimeModule]:
     """The class behind `modules.NAME`, named by its `_target_`; nothing is built.
-
-    Raises:
-        ConfigError: no `_target_`, or no runtime module there.
-    """
+    Raises ConfigError: no `_target_`, or no runtime module there."""
     from quicksilver.runtime.module import RuntimeModule
 
     return target_class(f"modules.{name}", entry, RuntimeModule)
@@ -257,14 +233,11 @@ def module_entry(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def build_modules(entries: Mapping[str, Any], tokenizer: Any = None) -> list[Any]:
-    """The runtime modules of a config, by name.
+    """The runtime modules of a config, by name. Raises ConfigError: an argument that the class does not have (with a suggestion),
+    a value of the wrong type, a word that is no token, or whatever the class refuses.
 
     Args:
         tokenizer: makes token ids of the words in options called `…_ids`; None leaves words out, which is enough to check the rest.
-
-    Raises:
-        ConfigError: an argument that the class does not have (with a suggestion), a value of the wrong type, a word that is no token,
-            or whatever the class refuses.
     """
     built = []
     # All are checked before the first is built. Sorted: whatever order they were selected in must not decide anything.
@@ -309,22 +282,18 @@ def _arguments(key: str, entry: Mapping[str, Any], cls: type) -> dict[str, Any]:
     """What the section `key` gives `cls`; raises ConfigError for an option that it does not have."""
     arguments = {name: value for name, value in entry.items() if name != "_target_"}
     parameters = inspect.signature(cls).parameters
-    known = list(parameters)
     named = (one for one in parameters.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD))
     if missing := [one.name for one in named if one.default is one.empty and one.name not in arguments]:
-        raise ConfigError(
-            f"{key}: {cls.__name__} needs {' and '.join(missing)}: give a default in the class, or a value in its yaml."
-        )
-    for name in arguments:
-        if name not in known:
-            raise ConfigError(f"{key}.{name}: {cls.__name__} has no such option. {suggest(name, known, 'Options')}")
+        needs = f"{key}: {cls.__name__} needs {' and '.join(missing)}"
+        raise ConfigError(f"{needs}: give a default in the class, or a value in its yaml.")
+    for name in (name for name in arguments if name not in parameters):
+        raise ConfigError(f"{key}.{name}: {cls.__name__} has no such option. {suggest(name, list(parameters), 'Options')}")
     return arguments
 
 
 def _token_ids(key: str, value: list[Any], tokenizer: Any) -> list[Any]:
     """`value` with every word replaced by the ids of the tokens that read like it, with or without a space around, and every `@set` by its ids."""
-    named = [entry for entry in value if isinstance(entry, str)]
-    ids = [entry for entry in value if not isinstance(entry, str)]
+    named, ids = [one for one in value if isinstance(one, str)], [one for one in value if not isinstance(one, str)]
     words = {one.strip() for one in named if not one.startswith("@")}
     for name in (one for one in named if one.startswith("@")):
         if name not in TOKEN_SETS:
@@ -339,16 +308,12 @@ def _token_ids(key: str, value: list[Any], tokenizer: Any) -> list[Any]:
 
 
 # --- measurements ---------------------------------------------------------------------------------------------------------------
-
 PLAIN_KEYS = ("name", "batch_windows")  # of `measure`; all others are measurements
 
 
 def is_on(name: str, entry: Any) -> bool:
     """Whether an entry of `measure` is a measurement that takes part.
-
-    Raises:
-        ConfigError: neither a measurement nor switched off.
-    """
+    Raises ConfigError: neither a measurement nor switched off."""
     if name in PLAIN_KEYS or entry is None or entry is False:
         return False
     if entry is True:
@@ -360,11 +325,7 @@ def is_on(name: str, entry: Any) -> bool:
 
 
 def measurement_class(name: str, entry: Any) -> type[Measurement]:
-    """The class behind `measure.NAME`.
-
-    Raises:
-        ConfigError: no `_target_`, nothing importable there, or no measurement.
-    """
+    """The class behind `measure.NAME`. Raises ConfigError: no `_target_`, nothing importable there, or no measurement."""
     found = target_class(f"measure.{name}", entry, Measurement)  # type: ignore[type-abstract]
     if not dataclasses.is_dataclass(found):
         raise ConfigError(f"measure.{name}._target_={entry['_target_']} is no dataclass: its fields would be the options.")
@@ -373,28 +334,21 @@ def measurement_class(name: str, entry: Any) -> type[Measurement]:
 
 def build_measurements(entries: Mapping[str, Any]) -> dict[str, Measurement]:
     """The measurements of a config that take part, by name and in their order; quality is the first.
-
-    Raises:
-        ConfigError: an option that the class does not have (with a suggestion), a value of the wrong type.
-    """
+    Raises ConfigError: an option that the class does not have (with a suggestion), a value of the wrong type."""
     return {name: _measurement(name, entry) for name, entry in entries.items() if is_on(name, entry)}
-
-
-_built: dict[tuple[type, str, bytes], Measurement] = {}
 
 
 def _measurement(name: str, entry: Mapping[str, Any]) -> Measurement:
     cls = measurement_class(name, entry)
     arguments = _arguments(f"measure.{name}", {key: value for key, value in entry.items() if key != "enabled"}, cls)
-    # A sweep builds the same measurements for each of its runs, and OmegaConf takes a millisecond for each.
-    options = (cls, name, pickle.dumps(arguments))
-    if options not in _built:
-        try:
-            # Built by OmegaConf: values are checked against the annotations, and nested dataclasses stay dataclasses.
-            built = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), arguments))
-        except (OmegaConfBaseException, ConfigError) as error:
-            said = explain(error) if isinstance(error, OmegaConfBaseException) else str(error)
-            raise ConfigError(f"measure.{name}.{said}") from error
-        assert isinstance(built, Measurement)
-        _built[options] = built
-    return copy.deepcopy(_built[options])
+    return copy.deepcopy(_built(name, cls, pickle.dumps(arguments)))
+
+
+@lru_cache(maxsize=1024)  # a sweep builds the same ones for each of its runs, and OmegaConf takes a millisecond for each
+def _built(name: str, cls: type[Measurement], arguments: bytes) -> Measurement:
+    try:
+        # Built by OmegaConf: values are checked against the annotations, and nested dataclasses stay dataclasses.
+        return cast("Measurement", OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), pickle.loads(arguments))))
+    except (OmegaConfBaseException, ConfigError) as error:
+        said = explain(error) if isinstance(error, OmegaConfBaseException) else str(error)
+        raise ConfigError(f"measure.{name}.{said}") from error

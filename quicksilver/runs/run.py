@@ -26,21 +26,12 @@ from quicksilver import __version__, numerics
 from quicksilver.measure.measurement import encoded
 from quicksilver.models import parallel
 from quicksilver.records import archive
-from quicksilver.records.blocks import Blocks, SupersededError
 from quicksilver.records.identity import CalibrationEntry, Confirmed, DataEntry, DenseTotals, ModelEntry
 from quicksilver.records.lease import host_name
 from quicksilver.records.record import CALIBRATIONS, CHECKSUM, EVENTS, SCHEMA_VERSION, TRACE, WINDOWS, Record, check_files
-from quicksilver.records.store import Draft, Store
+from quicksilver.records.store import Blocks, Draft, Store, SupersededError
 from quicksilver.runs.config import RunConfig
-from quicksilver.runs.context import (
-    RunContext,
-    asks_for_calibration,
-    calibration_provenance,
-    environment,
-    job,
-    timed_measurements,
-    torch_threads,
-)
+from quicksilver.runs.context import RunContext, calibration_provenance, environment, job, timed_measurements, torch_threads
 from quicksilver.runs.parts import build_measurements, build_modules
 from quicksilver.runs.tracker import NotMirrored, check_tracker, mirror
 from quicksilver.runtime.errors import ConfigError
@@ -87,11 +78,7 @@ class Planned:
 
     @property
     def record(self) -> Record | None:
-        """Its record, if it is there now.
-
-        Raises:
-            ConfigError: it is not whole.
-        """
+        """Its record, if it is there now. Raises ConfigError: it is not whole."""
         return store_of(self.config).get(self.fingerprint)
 
     @property
@@ -127,26 +114,25 @@ class Plan:
 
 def joined(plans: Sequence[Plan]) -> Plan:
     """One plan of several, made with the context of the first."""
-    steps: dict[tuple[str, str], Planned] = {}
-    for step in (step for one in plans for step in one.steps):
-        steps.setdefault((step.config.results_dir, step.fingerprint), step)
-    return Plan(tuple(steps.values()), tuple(step for one in plans for step in one.wanted), plans[0].context)
+    wanted = (step for one in plans for step in one.wanted)
+    return _plan_of((step for one in plans for step in one.steps), wanted, plans[0].context)
+
+
+def _plan_of(steps: Iterable[Planned], wanted: Iterable[Planned], context: RunContext) -> Plan:
+    unique: dict[tuple[str, str], Planned] = {}
+    for step in steps:
+        unique.setdefault((step.config.results_dir, step.fingerprint), step)
+    return Plan(tuple(unique.values()), tuple(wanted), context)
 
 
 # --- planning -------------------------------------------------------------------------------------------------------------------
-
-
 def check_allowed_by_protocol(config: RunConfig) -> None:
     """Refuse, before anything is loaded, options and modules that the protocol does not take.
-
-    Raises:
-        ConfigError: names the value and the ways out.
-    """
+    Raises ConfigError: names the value and the ways out."""
     from quicksilver.measure.perplexity import check_allowed
     from quicksilver.runtime.module import check_together
 
-    modules = build_modules(config.modules)
-    check_together(modules)
+    check_together(modules := build_modules(config.modules))
     # `quicksilver` is the old name of predicted_kv, which identities keep.
     names = [f"modules.{name}".replace("quicksilver", "predicted_kv") for name in sorted(config.modules)]
     check_allowed(modules, _protocol(config), names)
@@ -164,18 +150,16 @@ def plan(configs: Iterable[RunConfig], context: RunContext | None = None) -> Pla
     Raises:
         ConfigError: whatever is wrong with one of them, before any of them runs; a record that is not whole.
     """
-    context = context or RunContext()
-    steps: dict[tuple[str, str], Planned] = {}
-    wanted = []
+    context, steps, wanted = context or RunContext(), list[Planned](), list[Planned]()
     for config in configs:
         check_allowed_by_protocol(config)
         dense = Planned(config.dense(), context.fingerprint(config.dense()), None)
         own = Planned(config, context.fingerprint(config), dense.fingerprint) if config.modules else dense
         for step in (dense, own):
             _ = step.record  # one that is not whole is refused before anything runs
-            steps.setdefault((step.config.results_dir, step.fingerprint), step)
+        steps += [dense, own]
         wanted.append(own)
-    return Plan(tuple(steps.values()), tuple(wanted), context)
+    return _plan_of(steps, wanted, context)
 
 
 def store_of(config: RunConfig) -> Store:
@@ -184,10 +168,7 @@ def store_of(config: RunConfig) -> Store:
 
 
 def ensure(
-    configs: Sequence[RunConfig],
-    *,
-    progress: Callable[[Progress], None] | None = None,
-    context: RunContext | None = None,
+    configs: Sequence[RunConfig], *, progress: Callable[[Progress], None] | None = None, context: RunContext | None = None
 ) -> list[Record]:
     """Records of `configs`, in their order: `plan` and `make`. The `context` of an earlier plan serves again.
 
@@ -221,10 +202,9 @@ def make(
     for config in (step.config for step in planned.wanted):
         check_tracker(config.tracker)
         if config.model.parallel is not None and parallel.processes() < 2:
-            raise ConfigError(
-                f"model.parallel={config.model.parallel}: the model is cut among the processes of torchrun, and this is one alone: start "
-                "torchrun --nproc-per-node 2 -m quicksilver run …"
-            )
+            said = "the model is cut among the processes of torchrun, and this is one alone"
+            start = "torchrun --nproc-per-node 2 -m quicksilver run …"
+            raise ConfigError(f"model.parallel={config.model.parallel}: {said}: start {start}")
     for results_dir in dict.fromkeys(step.config.results_dir for step in planned.wanted):
         Store(results_dir).clean()
     missing = [step for step in planned.steps if not step.done]
@@ -232,7 +212,7 @@ def make(
         place = labels.get(step.fingerprint)
         label = " | ".join(filter(None, (place, step.config.label)))
         try:
-            if failed and isinstance(error := failed.get(step.dense or ""), Exception) and not isinstance(error, NotMirrored):
+            if failed and (error := failed.get(step.dense or "")) and not isinstance(error, NotMirrored):
                 raise error
             _make_one(step, planned.context, _Reporter(progress, number, len(missing), label), group if place else None)
         except Exception as error:
@@ -279,8 +259,6 @@ class _Reporter:
 
 
 # --- running --------------------------------------------------------------------------------------------------------------------
-
-
 def _make_one(step: Planned, context: RunContext, report: _Reporter, group: str | None = None) -> None:
     store, together = store_of(step.config), step.config.model.parallel is not None
     if together:
@@ -292,7 +270,7 @@ def _make_one(step: Planned, context: RunContext, report: _Reporter, group: str 
 
     def wait() -> None:
         report("wait", 0.0)
-        if blocks is not None and _may_share(step.config):
+        if blocks is not None and not _why_alone(step.config):
             _help(step, context, store, blocks, report)
 
     with store.turn(step.fingerprint, waiting=wait):
@@ -315,32 +293,24 @@ def parts_of(config: RunConfig) -> int:
     """How many processes may score the windows of a run; one that scores all that there are counts as one of many."""
     from quicksilver.measure.perplexity import BLOCK_WINDOWS
 
-    if not _may_share(config):
+    if _why_alone(config):
         return 1
     windows = config.dataset.windows
     return 100 if windows is None else math.ceil(windows / max(BLOCK_WINDOWS, config.protocol.batch_size))
 
 
-def _may_share(config: RunConfig) -> bool:
-    """Whether several processes may score a run's windows: no clock is read, and all windows are scored."""
-    return config.model.parallel is None and not timed_measurements(config) and config.records != "checked"
+def _why_alone(config: RunConfig) -> str:
+    """Why processes cannot share a run's windows: a clock is read, or not all windows are scored by each; empty: they can."""
+    if timed := timed_measurements(config):
+        return f"measure.{timed[0]} reads a clock"
+    shared = config.model.parallel is None and config.records != "checked"
+    return "" if shared else f"model.parallel={config.model.parallel}, records={config.records}"
 
 
 def check_shared(configs: Iterable[RunConfig], why: str) -> None:
-    """Refuse runs whose windows processes cannot share, `why` they would.
-
-    Raises:
-        ConfigError: a clock is read, or records=checked.
-    """
-    for config in configs:
-        if not _may_share(config):
-            timed = timed_measurements(config)
-            of = (
-                f"measure.{timed[0]} reads a clock"
-                if timed
-                else f"model.parallel={config.model.parallel}, records={config.records}"
-            )
-            raise ConfigError(f"{why}: its windows cannot be shared ({of}). Use measure=sweep and records=any, or one process.")
+    """Refuse runs whose windows processes cannot share, `why` they would. Raises ConfigError: a clock is read, or records=checked."""
+    for of in filter(None, map(_why_alone, configs)):
+        raise ConfigError(f"{why}: its windows cannot be shared ({of}). Use measure=sweep and records=any, or one process.")
 
 
 def _help(step: Planned, context: RunContext, store: Store, blocks: Blocks, report: _Reporter) -> None:
@@ -414,20 +384,17 @@ def _measured(bench: Bench, step: Planned, store: Store, draft: Draft, report: _
     """What goes into record.json of measurements, and the files behind it. records=checked reuses committed quality
     results after checking the first windows here."""
     measurements = build_measurements(step.config.measure)
-    there = found = None
-    if step.config.records == "checked":
-        there = of_repository(step.config.results_dir, step.fingerprint, measurements)
-    if there is not None:
+    checked, found = step.config.records == "checked", None
+    if there := of_repository(step.config.results_dir, step.fingerprint, measurements) if checked else None:
         draft.event("confirm")
         report("confirm", _LOADING + _CALIBRATING)
         found = confirm(there, bench)
-    if there is not None and found is not None and found.agrees:
+    if there and found and found.agrees:
         timed = {name: one for name, one in measurements.items() if one.timed}
         scalars = copy_committed_results(there, draft) | _measure(bench, timed, draft, report)
     else:
         scalars = _measure(bench, measurements, draft, report)
-        dense = store.get(step.dense) if step.dense is not None else None
-        if dense is not None:
+        if dense := store.get(step.dense) if step.dense is not None else None:
             # What every table compares with, so that a record can be read alone; no times: dense was timed in the same run.
             scalars |= {f"dense_{name}": value for name, value in encoded(DenseTotals.of(dense.quality)).items()}
             nats = dense.windows.set_index("window")["nll_nats"]
@@ -470,6 +437,7 @@ def measured_scalars(
 def calibrated_modules(config: RunConfig, context: RunContext, store: Store) -> tuple[list[Any], CalibrationEntry | None]:
     """The modules of a run, percentiles resolved on the calibration part of the dataset; and what the record says of that."""
     from quicksilver.modules.calibration import calibrate_modules
+    from quicksilver.runs.context import asks_for_calibration
     from quicksilver.runtime.quantized.kernels import ChoosesKernels
 
     modules = build_modules(config.modules, context.model(config).tokenizer)
@@ -499,51 +467,28 @@ def _describe(step: Planned, context: RunContext, bench: Bench, calibration: Cal
     text, (files, weights_digest) = context.text(config, "test"), context.files(config)
     modules = dict(zip(sorted(config.modules), bench.modules, strict=True))
     described_model = ModelEntry(
-        name=config.model.name,
-        source=files.source,
-        commit=files.commit,
-        family=model.config.model_type,
-        layers=model.config.num_hidden_layers,
-        parameters=sum(p.numel() for p in model.parameters()),
-        weights_digest=weights_digest,
-        dtype=config.model.dtype,
-        device=str(model.device),
-        attn_implementation=config.model.attn_implementation,
-    )
+        config.model.name, files.source, files.commit, model.config.model_type, layers=model.config.num_hidden_layers,
+        parameters=sum(p.numel() for p in model.parameters()), weights_digest=weights_digest, dtype=config.model.dtype,
+        device=str(model.device), attn_implementation=config.model.attn_implementation,
+    )  # fmt: skip
     described_data = DataEntry(
-        name=config.dataset.name,
-        source=text.source,
-        part=config.dataset.part,
-        form=config.dataset.form,
-        digest=text.digest,
-        token_digest=windows.token_digest,
-        windows=len(windows.ids),
-        windows_available=windows.available,
-        text_tokens=windows.tokens,
-        text_bytes=len(text.text.encode()),
+        config.dataset.name, text.source, config.dataset.part, config.dataset.form, text.digest, token_digest=windows.token_digest,
+        windows=len(windows.ids), windows_available=windows.available, text_tokens=windows.tokens, text_bytes=len(text.text.encode()),
         no_bytes_because=windows.why_no_bytes,
-    )
+    )  # fmt: skip
     calibrated = None if calibration is None else encoded(calibration)
     return {
-        "schema_version": SCHEMA_VERSION,
-        "fingerprint": step.fingerprint,
-        "dense_fingerprint": step.dense,
-        "label": config.label,
-        "modules": list(config.modules),
-        "execution": config.execution,
-        "protocol": dataclasses.asdict(config.protocol),
+        "schema_version": SCHEMA_VERSION, "fingerprint": step.fingerprint, "dense_fingerprint": step.dense, "label": config.label,
+        "modules": list(config.modules), "execution": config.execution, "protocol": dataclasses.asdict(config.protocol),
         "lookahead": any(module.lookahead and not module.causal for module in modules.values()),
-        "model": encoded(described_model),
-        "data": encoded(described_data),
-        "calibration": calibrated,
+        "model": encoded(described_model), "data": encoded(described_data), "calibration": calibrated,
         "tuned": calibration_provenance(identity.digests, config.dataset.name, calibrated, [files.folder]),
         "thresholds": {name: thresholds_of(module) for name, module in modules.items()},
         # Of modules that can compute in more than one way, how they did: an integer product may have fallen back to floats.
         "kernels": {name: module.kernel for name, module in modules.items() if module.kernel is not None},
-        "config": dataclasses.asdict(config),
-        "identity": identity.to_json(),
+        "config": dataclasses.asdict(config), "identity": identity.to_json(),
         "package": {"version": __version__, "numerics_version": numerics.VERSION},
-    }
+    }  # fmt: skip
 
 
 # --- records=checked -------------------------------------------------------------------------------------------------------------
@@ -566,34 +511,27 @@ def of_repository(results_dir: str, fingerprint: str, measurements: Mapping[str,
         if record is None or not record.is_kept:
             return None
         check_files(record)
+        return record
     except ConfigError:
         return None  # it is damaged: the run is made as if it were not there
-    return record
 
 
 def format_of(bench: Bench) -> NumberFormat:
     """The coarsest format that a run computes in: its model's, or one of its modules'."""
-    wide = next(bench.model.parameters()).dtype.itemsize >= 4
-    formats: list[NumberFormat] = ["float32" if wide else "bfloat16", *(one.number_format for one in bench.modules)]
-    return max(formats, key=list(BOUNDS).index)
+    of_model: NumberFormat = "float32" if next(bench.model.parameters()).dtype.itemsize >= 4 else "bfloat16"
+    return max([of_model, *(one.number_format for one in bench.modules)], key=list(BOUNDS).index)
 
 
 def confirm(record: Record, bench: Bench) -> Confirmed:
     """Score the first batch as the run does, and compare it window by window with the record."""
-    nats, work = compare(record, bench)
-    number_format = format_of(bench)
+    (nats, work), number_format, other = compare(record, bench), format_of(bench), _other_kernels(record, bench)
     most_nats, most_work = BOUNDS[number_format]
-    other = _other_kernels(record, bench)
     if other is not None:
         said = f"{record.fingerprint}: {other}; measured here as a whole. records=any reads it as it is."
         print(said, file=sys.stderr, flush=True)
-    return Confirmed(
-        windows=min(bench.protocol.batch_size, len(bench.windows.ids)),
-        of=len(record.windows),
-        largest_difference_nats=nats,
-        agrees=other is None and nats <= most_nats and work <= most_work,
-        number_format=number_format,
-    )
+    windows = min(bench.protocol.batch_size, len(bench.windows.ids))
+    agrees = other is None and nats <= most_nats and work <= most_work
+    return Confirmed(windows, len(record.windows), nats, agrees, number_format)
 
 
 def _other_kernels(record: Record, bench: Bench) -> str | None:
@@ -621,14 +559,11 @@ def compare(record: Record, bench: Bench) -> tuple[float, float]:
         execution=bench.execution, progress=bench.batches_done, dense=bench.dense.logits if bench.dense and bench.modules else None, decision_layers=bench.decision_layers,
     )  # fmt: skip
     here, there = scores.windows, record.windows.iloc[:count]
-    apart = [
-        np.abs(here[column].to_numpy(float) / by - there[column].to_numpy(float) / by)
-        for column, by in (("nll_nats", here["tokens"].to_numpy(float)), ("kl_nats", 1.0))
-        if column in here and column in there
-    ]
-    nats = float(np.max(apart))  # NaN, of which nothing agrees, stays
+    by = {"nll_nats": here["tokens"].to_numpy(float), "kl_nats": 1.0}
+    columns = [column for column in by if column in here and column in there]
+    apart = [np.abs(here[one].to_numpy(float) / by[one] - there[one].to_numpy(float) / by[one]) for one in columns]
     done, before = (float(frame["executed_flops"].sum()) for frame in (here, there))
-    return nats, abs(done / before - 1)
+    return float(np.max(apart)), abs(done / before - 1)  # NaN, of which nothing agrees, stays
 
 
 def copy_committed_results(record: Record, draft: Draft) -> dict[str, Any]:

@@ -108,12 +108,10 @@ class Manifest:
 
     def label(self, run: SweepRun) -> str:
         """`[17/200] tau_drift=p40`, the run's name everywhere."""
-        last = [text.partition("=")[0].rpartition(".")[2] for text in run.differing]
         # The last part of a key, unless another key ends in the same word.
-        short = [
-            f"{word}={text.partition('=')[2]}" if last.count(word) == 1 else text
-            for word, text in zip(last, run.differing, strict=True)
-        ]
+        last = [text.partition("=")[0].rpartition(".")[2] for text in run.differing]
+        pairs = zip(last, run.differing, strict=True)
+        short = (f"{word}={text.partition('=')[2]}" if last.count(word) == 1 else text for word, text in pairs)
         return " ".join((f"[{run.number}/{self.total or len(self.runs)}]", *short))
 
     @property
@@ -122,10 +120,7 @@ class Manifest:
         return tuple(dict.fromkeys(text.partition("=")[0] for run in self.runs for text in run.differing))
 
     def check_same(self, there: Manifest, folder: Path, fixed: Sequence[str]) -> None:
-        """
-        Raises:
-            ConfigError: the manifest of that name in `folder` has other runs.
-        """
+        """Raises ConfigError: the manifest of that name in `folder` has other runs."""
         how = ""
         if self.total is not None:  # runs are drawn: all have the same fixed overrides
             rests = [[word for word in run.overrides if word not in run.differing] for run in there.runs]
@@ -141,10 +136,8 @@ class Manifest:
                 was, now = (" ".join(w for w in a.overrides if w not in b.overrides) for a, b in ((one, two), (two, one)))
                 how = f" (run {one.number} had {was or 'another text, model or version'}{now and f', and now {now}'})"
         if not same:
-            raise ConfigError(
-                f"name={self.name}: there is a sweep of that name with other runs{how}. Give another name=…, or remove "
-                f"{folder}; its records stay."
-            )
+            said = f"name={self.name}: there is a sweep of that name with other runs{how}."
+            raise ConfigError(f"{said} Give another name=…, or remove {folder}; its records stay.")
 
 
 @dataclass(frozen=True)
@@ -164,24 +157,19 @@ class RunState:
 
 
 # --- what is swept --------------------------------------------------------------------------------------------------------------
-
-
 def expanded(words: Sequence[str], params: Sequence[str], loader: Any = None) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """The runs of a sweep in Hydra's order, each as its overrides and those of them that differ.
+    """The runs of a sweep in Hydra's order, each as its overrides and those of them that differ. Raises ConfigError: a range
+    without steps. HydraException: a word that is no override.
 
     Args:
         words: of the command line, `seed=0,1`.
         params: of an experiment's `hydra.sweeper.params`, where the command line does not say otherwise.
         loader: Hydra's config loader, which `glob(*)` asks for the choices.
-
-    Raises:
-        ConfigError: a range without steps. HydraException: a word that is no override.
     """
-    parser = OverridesParser.create(config_loader=loader)
-    given = {parser.parse_override(word).key_or_group for word in words}
-    axes = []
-    for word in (*(param for param in params if parser.parse_override(param).key_or_group not in given), *words):
-        override = parser.parse_override(word)
+    parse = OverridesParser.create(config_loader=loader).parse_override
+    given, axes = {parse(word).key_or_group for word in words}, []
+    for word in (*(param for param in params if parse(param).key_or_group not in given), *words):
+        override = parse(word)
         if not override.is_sweep_override():
             axes.append([word])
         elif override.is_discrete_sweep():
@@ -193,10 +181,7 @@ def expanded(words: Sequence[str], params: Sequence[str], loader: Any = None) ->
 
 def sweep_jobs(experiment: str) -> list[tuple[str, ...]]:
     """The jobs of `quicksilver run -m experiment=NAME`, each as overrides, in Hydra's order.
-
-    Raises:
-        ConfigError: there is no such experiment, or it sweeps nothing.
-    """
+    Raises ConfigError: there is no such experiment, or it sweeps nothing."""
     path = config_dir() / "experiment" / f"{experiment}.yaml"
     if not path.is_file():
         raise ConfigError(no_such_choice("experiment", experiment))
@@ -204,21 +189,15 @@ def sweep_jobs(experiment: str) -> list[tuple[str, ...]]:
 
 
 @lru_cache
-def _sweep_jobs(path: Path, changed_ns: int) -> tuple[tuple[str, ...], ...]:
-    """`changed_ns`: a file that changes is read again."""
-    params = OmegaConf.select(OmegaConf.load(path), "hydra.sweeper.params")
-    if not params:
+def _sweep_jobs(path: Path, _changed_ns: int) -> tuple[tuple[str, ...], ...]:
+    if not (params := OmegaConf.select(OmegaConf.load(path), "hydra.sweeper.params")):
         raise ConfigError(f"{path} sweeps nothing: it has no hydra.sweeper.params.")
     axes = [f"{key!s}={values}" for key, values in params.items()]
     return tuple((f"experiment={path.stem}", *run) for run, _ in expanded((), axes))
 
 
 def check_name(name: str) -> str:
-    """The name of a sweep, which is that of its folder.
-
-    Raises:
-        ConfigError: no folder can be called so.
-    """
+    """The name of a sweep, which is that of its folder. Raises ConfigError: no folder can be called so."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"name={name!r}: the name of a sweep is a folder: letters, digits, and . _ + - between them.")
     return name
@@ -231,8 +210,6 @@ def default_name(runs: Sequence[SweepRun], experiment: str | None) -> str:
 
 
 # --- where it lies --------------------------------------------------------------------------------------------------------------
-
-
 class Sweep:
     """A manifest in a results folder, and the state of its runs."""
 
@@ -243,10 +220,7 @@ class Sweep:
 
     @classmethod
     def load(cls, results_dir: Path | str, name: str) -> Sweep:
-        """
-        Raises:
-            ConfigError: there is no sweep of that name; those there are are named. Or its manifest is damaged.
-        """
+        """Raises ConfigError: there is no sweep of that name; those there are are named. Or its manifest is damaged."""
         folder = Path(results_dir) / FOLDER / check_name(name)
         try:
             return cls(results_dir, _read(folder / MANIFEST))
@@ -257,19 +231,20 @@ class Sweep:
 
     def create(self, fixed: Sequence[str] = ()) -> None:
         """Write the manifest, or find it: the same command resumes its sweep, with the runs that were drawn before.
-
-        Raises:
-            ConfigError: there is a sweep of that name with other runs; of one whose runs are drawn, with other `fixed` overrides.
-        """
+        Raises ConfigError: there is a sweep of that name with other runs; of one whose runs are drawn, with other `fixed`
+        overrides."""
         with suppress(FileNotFoundError):
             there = _read(self.folder / MANIFEST)
             self.manifest.check_same(there, self.folder, fixed)
             if self.manifest.total is not None:
                 self.manifest = replace(self.manifest, runs=there.runs, created=there.created)
-        self._write(MANIFEST, {"schema_version": SCHEMA_VERSION, **asdict(self.manifest)})
+        self._write_manifest()
 
     def _write(self, relative: str, content: Mapping[str, Any]) -> None:
         self.store.write_json(f"{FOLDER}/{self.manifest.name}/{relative}", content)
+
+    def _write_manifest(self) -> None:
+        self._write(MANIFEST, {"schema_version": SCHEMA_VERSION, **asdict(self.manifest)})
 
     def draw(self, overrides: tuple[str, ...], differing: tuple[str, ...], fingerprint: str | None) -> SweepRun:
         """The run with these overrides, in place of one that was drawn before."""
@@ -278,25 +253,18 @@ class Sweep:
         before = runs.get(overrides, new)
         runs[overrides] = replace(before, fingerprint=fingerprint or before.fingerprint)
         self.manifest = replace(self.manifest, runs=tuple(runs.values()))
-        self._write(MANIFEST, {"schema_version": SCHEMA_VERSION, **asdict(self.manifest)})
+        self._write_manifest()
         return runs[overrides]
 
     @contextmanager
     def driver_lock(self) -> Iterator[None]:
-        """Within, this process is the only one that launches the runs of the sweep.
-
-        Raises:
-            ConfigError: another one lives.
-        """
-        path = self.folder / HEAD
-        held = self.store.take(path)
-        if held is None:
+        """Within, this process is the only one that launches the runs of the sweep. Raises ConfigError: another one lives."""
+        path, name = self.folder / HEAD, self.manifest.name
+        if (held := self.store.take(path)) is None:
             who = lease.holder(path)
             where = f"process {who.pid} of {who.host} since {who.since}" if who is not None else "another process"
-            raise ConfigError(
-                f"name={self.manifest.name}: this sweep runs already ({where}). Look at it with "
-                f"`quicksilver list sweep {self.manifest.name} results_dir={self.store.root}`, or give another name=…"
-            )
+            look = f"`quicksilver list sweep {name} results_dir={self.store.root}`"
+            raise ConfigError(f"name={name}: this sweep runs already ({where}). Look at it with {look}, or give another name=…")
         with held:
             try:
                 yield
@@ -348,17 +316,16 @@ class Sweep:
             making.setdefault(fingerprint, []).append((who, said))
         there = self.store.folders()  # after `making`: a run that has ended since has its record by now
         failed = {f"{FAILED}/{path.name}": path for path in (self.folder / FAILED).glob("*.json")}
-        found = []
-        for run in self.manifest.runs:
+
+        def state(run: SweepRun) -> RunState:
             if run.fingerprint in there:
-                found.append(RunState(run, "done", there[run.fingerprint]))
-            elif run.fingerprint in making:
-                found.append(RunState(run, "running", making=tuple(making[run.fingerprint])))
-            elif run.failure in failed and (failure := read_object(failed[run.failure])):
-                found.append(RunState(run, "failed", failure=failure))
-            else:
-                found.append(RunState(run, "waiting"))
-        return found
+                return RunState(run, "done", there[run.fingerprint])
+            if run.fingerprint in making:
+                return RunState(run, "running", making=tuple(making[run.fingerprint]))
+            failure = read_object(failed[run.failure]) if run.failure in failed else {}
+            return RunState(run, "failed", failure=failure) if failure else RunState(run, "waiting")
+
+        return [state(run) for run in self.manifest.runs]
 
     def failed(self, run: SweepRun, error: Exception) -> None:
         """Keep why a run failed."""
@@ -423,8 +390,6 @@ def time_left_s(left: int, seconds: Sequence[float], workers: int = 1) -> float 
 
 
 # --- making its runs ------------------------------------------------------------------------------------------------------------
-
-
 def claimed(
     sweep: Sweep, wanted: Collection[int], on_poll: Callable[[], None] = lambda: None, nap_s: float = 0.2, shard: bool = False
 ) -> Generator[tuple[SweepRun, int], None, None]:

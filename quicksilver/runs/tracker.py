@@ -28,11 +28,7 @@ class NotMirrored(QuickSilverError):
 
 
 def check_tracker(config: TrackerConfig) -> None:
-    """Refuse a tracker that cannot work before anything is run for it.
-
-    Raises:
-        ConfigError: its package is not installed.
-    """
+    """Refuse a tracker that cannot work before anything is run for it. Raises ConfigError: its package is not installed."""
     if config.name == "wandb" and importlib.util.find_spec("wandb") is None:
         raise ConfigError(f"tracker=wandb needs the package wandb: {installing('tracking')}, or tracker=none.")
 
@@ -48,14 +44,12 @@ def mirror(
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Send one finished record to the tracker of the config: its numbers, its curves and table by window, and its files as an artefact.
+    Raises NotMirrored: the tracker refuses (no login …); the record itself is finished and stays.
 
     Args:
         name: of the run; None: its label.
         group: runs that belong together; None: those of the same model, text and protocol.
         more: further numbers.
-
-    Raises:
-        NotMirrored: the tracker refuses (no login …); the record itself is finished and stays.
     """
     if config.name == "none":
         return
@@ -79,10 +73,7 @@ def mirror(
 @contextmanager
 def start(tracker: TrackerConfig, results_dir: Path, **about: Any) -> Iterator[Any]:
     """A W&B run below `results_dir`, finished at the end of the block; `about` goes to `wandb.init`.
-
-    Raises:
-        QuickSilverError: W&B refuses.
-    """
+    Raises QuickSilverError: W&B refuses."""
     import wandb
 
     mode = cast("Literal['offline', 'online', 'disabled']", tracker.mode)

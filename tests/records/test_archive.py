@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from quicksilver.data.spec import FilesConfig
 from quicksilver.records import archive
 from quicksilver.records.keeping import commit_records
-from quicksilver.records.record import PACKED, PACKED_TRACE, SIGNALS, TRACE, check_files, load_record, record_frame
+from quicksilver.records.record import PACKED, PACKED_TRACE, SIGNALS, TRACE, Record, check_files, load_record, record_frame
 from quicksilver.records.store import KEPT, Store
 from quicksilver.runs.config import compose
 from quicksilver.runs.jobs import INDEX, Answer, RecordIndex
@@ -40,20 +40,21 @@ def frames(draw):
         "object": st.one_of(st.text(max_size=3), st.none()),
     }
     kinds = {name: "object" if name == "note" else kind.replace("object", "float64") for name, kind in kinds.items()}
-    return pd.DataFrame(
-        {name: pd.Series(draw(st.lists(values[kind], min_size=rows, max_size=rows)), dtype=kind) for name, kind in kinds.items()}
-    )
+    columns = {name: draw(st.lists(values[kind], min_size=rows, max_size=rows)) for name, kind in kinds.items()}
+    return pd.DataFrame({name: pd.Series(column, dtype=kinds[name]) for name, column in columns.items()})
 
 
-def line(number: int, frame: pd.DataFrame) -> dict:
-    return {"ppl": 2.5, "fingerprint": f"{number:020x}", archive.ENTRY: archive.described(frame)}
+def written(folder, drawn, lines=()) -> list[dict]:
+    """The lines of an archive of these windows."""
+    entries = enumerate(map(archive.described, drawn))
+    lines = lines or [{"ppl": 2.5, "fingerprint": f"{number:020x}", archive.ENTRY: entry} for number, entry in entries]
+    archive.write(folder, lines, {one["fingerprint"]: frame for one, frame in zip(lines, drawn, strict=True)})
+    return lines
 
 
 @given(drawn=st.lists(frames(), min_size=1, max_size=4))
 def test_windows_are_read_back_to_the_last_digit(drawn, tmp_path_factory) -> None:
-    folder = tmp_path_factory.mktemp("records")
-    lines = [line(number, frame) for number, frame in enumerate(drawn)]
-    archive.write(folder, lines, {one["fingerprint"]: frame for one, frame in zip(lines, drawn, strict=True)})
+    lines = written(folder := tmp_path_factory.mktemp("records"), drawn)
     assert archive.names(folder) == [one["fingerprint"] for one in lines]
     for one, frame in zip(lines, drawn, strict=True):
         entry = json.loads(archive.text(folder, one["fingerprint"]))[archive.ENTRY]
@@ -65,9 +66,7 @@ def test_windows_are_read_back_to_the_last_digit(drawn, tmp_path_factory) -> Non
 def two(tmp_path):
     """A folder of two records, and their windows."""
     drawn = [pd.DataFrame({"window": range(size), "nll_nats": np.linspace(1, 2, size)}) for size in (3, 5)]
-    lines = [line(number, frame) for number, frame in enumerate(drawn)]
-    archive.write(tmp_path, lines, {one["fingerprint"]: frame for one, frame in zip(lines, drawn, strict=True)})
-    return tmp_path, lines, drawn
+    return tmp_path, written(tmp_path, drawn), drawn
 
 
 def test_pandas_opens_both_files_alone(two) -> None:
@@ -76,29 +75,24 @@ def test_pandas_opens_both_files_alone(two) -> None:
     assert records["fingerprint"].tolist() == [one["fingerprint"] for one in lines]
     windows = pd.read_parquet(folder / archive.WINDOWS)
     assert windows.groupby("record").size().tolist() == [len(frame) for frame in drawn]
-
-
-def test_a_folder_without_an_archive_has_no_records(tmp_path) -> None:
-    assert archive.names(tmp_path) == []
-    assert archive.text(tmp_path, "0" * 20) is None
+    elsewhere = folder / "without an archive"
+    assert (archive.names(elsewhere), archive.text(elsewhere, "0" * 20)) == ([], None)
 
 
 def test_what_was_changed_or_damaged_is_said_with_the_remedy(two) -> None:
     folder, lines, drawn = two
     entry, name = lines[0][archive.ENTRY], lines[0]["fingerprint"]
-    other = [drawn[0].assign(nll_nats=drawn[0]["nll_nats"] + 1e-9), drawn[1]]
-    archive.write(folder, lines, {one["fingerprint"]: frame for one, frame in zip(lines, other, strict=True)})
+    written(folder, [drawn[0].assign(nll_nats=drawn[0]["nll_nats"] + 1e-9), drawn[1]], lines)
     with pytest.raises(ConfigError, match=f"windows of {name} are not those that were recorded.*git checkout"):
         archive.windows(folder, name, entry)
-    (folder / archive.WINDOWS).write_bytes(b"cut")
-    with pytest.raises(ConfigError, match="windows.parquet is damaged"):
-        archive.windows(folder, name, entry)
-    (folder / archive.RECORDS).write_bytes(archive.packed(b"{}\n"))
-    with pytest.raises(ConfigError, match="line 1 is no record"):
-        archive.names(folder)
-    (folder / archive.RECORDS).write_bytes(b"cut")
-    with pytest.raises(ConfigError, match="records.jsonl.xz is damaged"):
-        archive.text(folder, name)
+    for file, content, says, read in (
+        (archive.WINDOWS, b"cut", "windows.parquet is damaged", lambda: archive.windows(folder, name, entry)),
+        (archive.RECORDS, archive.packed(b"{}\n"), "line 1 is no record", lambda: archive.names(folder)),
+        (archive.RECORDS, b"cut", "records.jsonl.xz is damaged", lambda: archive.text(folder, name)),
+    ):
+        (folder / file).write_bytes(content)
+        with pytest.raises(ConfigError, match=says):
+            read()
 
 
 @pytest.mark.parametrize("columns", [["count", "name", "truth", "steps", "value"], ["count", "value"]])
@@ -127,15 +121,21 @@ def made(world, tmp_path_factory):
     return config, record, words
 
 
+def keep(store: Store, record: Record, *parts: str) -> Record:
+    """Commit it with these further files; the record that is read then."""
+    commit_records(store, {record.fingerprint: set(parts)})
+    return load_record(store.root / KEPT / record.fingerprint)
+
+
 def test_a_kept_record_stays_unless_it_is_renewed(made, tmp_path) -> None:
     config, record, _ = made
     store = Store(shutil.copytree(config.results_dir, tmp_path / "results"))
-    wanted: dict[str, set[str]] = {record.fingerprint: set()}
-    commit_records(store, wanted)
+    keep(store, record)
     (store.path(record.fingerprint) / "record.json").write_text("{")  # another one of its name
     with pytest.raises(ConfigError, match="damaged"):
-        commit_records(store, wanted)
-    assert record.fingerprint in {path.name for path in commit_records(store, wanted, renewed=[record.dense_fingerprint])}
+        keep(store, record)
+    renewed = commit_records(store, {record.fingerprint: set()}, renewed=[record.dense_fingerprint])
+    assert record.fingerprint in {path.name for path in renewed}
     assert load_record(store.root / KEPT / record.fingerprint).quality == record.quality
 
 
@@ -157,7 +157,7 @@ def test_a_kept_record_is_whole_without_what_is_large_and_comes_first(made) -> N
     assert not again.path.exists()  # nothing of it is large enough for a folder of its own
     content = files_below(store.root / KEPT)
     assert sum(map(len, content.values())) < 0.5 * sum(map(len, files_below(store.runs).values()))
-    commit_records(store, {record.fingerprint: set()})
+    keep(store, record)
     assert files_below(store.root / KEPT) == content
     assert store.get(record.fingerprint).path.parent.name == KEPT
     assert store_of(compose([*words, "records=own"])).get(record.fingerprint).path.parent.name == "runs"
@@ -167,26 +167,25 @@ def test_a_kept_record_is_whole_without_what_is_large_and_comes_first(made) -> N
 def test_records_are_not_replaced_where_something_else_lies_among_them(made, tmp_path) -> None:
     config, record, _ = made
     store = Store(shutil.copytree(config.results_dir, tmp_path / "results"))
-    commit_records(store, {record.fingerprint: {TRACE}})
-    kept = store.root / KEPT
+    kept = keep(store, record, TRACE).path.parent
     for name in ("notes.txt", f"{record.fingerprint}/notes.txt", "calibration/notes.txt", ".git/config"):
         (kept / name).parent.mkdir(exist_ok=True)
         (kept / name).write_text("mine")
         before = files_below(store.root)
         with pytest.raises(ConfigError, match=r"none of the repository's records.*move it away"):
-            commit_records(store, {record.fingerprint: set()})
+            keep(store, record)
         assert files_below(store.root) == before
         (kept / name).unlink()
-    commit_records(store, {record.fingerprint: {TRACE}})
+    keep(store, record, TRACE)
     (kept / "link").symlink_to(store.runs)
     with pytest.raises(ConfigError, match="link"):
-        commit_records(store, {record.fingerprint: set()})
+        keep(store, record)
     (kept / "link").unlink()
     kept.rename(store.root / "elsewhere")
     kept.symlink_to(store.root / "elsewhere")
     before = files_below(store.root / "elsewhere")
     with pytest.raises(ConfigError, match="is a link to"):
-        commit_records(store, {record.fingerprint: set()})
+        keep(store, record)
     assert files_below(store.root / "elsewhere") == before
 
 
@@ -196,9 +195,7 @@ def files_below(folder):
 
 def test_a_kept_record_as_a_folder_has_what_the_run_wrote(made) -> None:
     config, record, _ = made
-    store = Store(config.results_dir)
-    commit_records(store, {record.fingerprint: {TRACE}})
-    with load_record(store.root / KEPT / record.fingerprint).folder() as folder:
+    with keep(Store(config.results_dir), record, TRACE).folder() as folder:
         assert {path.name for path in folder.iterdir()} == {"record.json", "windows.parquet", PACKED_TRACE}
         assert json.loads((folder / "record.json").read_text())["fingerprint"] == record.fingerprint
         assert pd.read_parquet(folder / "windows.parquet").equals(record.windows)
@@ -213,9 +210,7 @@ def test_a_trace_that_is_drawn_is_kept_packed_and_reads_as_before(made) -> None:
     whole, size = Trace.load(record.trace_path), record.trace_path.stat().st_size
     away = store.root / "away"
     for runs in (store.runs, away):  # from runs/, and again from records/ where the runs are gone
-        commit_records(store, {record.fingerprint: {TRACE}})
-        kept = load_record(store.root / KEPT / record.fingerprint)
-        check_files(kept)
+        check_files(kept := keep(store, record, TRACE))
         assert kept.trace_path.name == PACKED_TRACE
         assert kept.trace_path.stat().st_size < 0.5 * size
         assert TRACE not in kept.content["left_out"]
@@ -242,11 +237,9 @@ def looked_into(world, tmp_path_factory):
 def test_of_a_file_the_parts_that_are_read_are_kept_to_the_last_digit(looked_into) -> None:
     store, record = looked_into
     whole, some = record.signals(0), record.signals(1)[["layer", "slot", "token", "active", "drift_l2"]]
-    arrays = load_file(record.path / SIGNALS)
+    arrays, parts = load_file(record.path / SIGNALS), [f"{SIGNALS}:{part}" for part in ("0.*", "1.run.active", "1.run.drift_l2")]
     for _ in range(2):  # from runs/, then a second time over what was kept
-        commit_records(store, {record.fingerprint: {f"{SIGNALS}:0.*", f"{SIGNALS}:1.run.active", f"{SIGNALS}:1.run.drift_l2"}})
-        kept = load_record(store.root / KEPT / record.fingerprint)
-        check_files(kept)
+        check_files(kept := keep(store, record, *parts))
         pd.testing.assert_frame_equal(kept.signals(0), whole)
         pd.testing.assert_frame_equal(kept.signals(1), some)
         assert f"{SIGNALS}:1.run.state_norm" in kept.content["left_out"]
@@ -255,15 +248,13 @@ def test_of_a_file_the_parts_that_are_read_are_kept_to_the_last_digit(looked_int
         if store.runs.exists():
             store.runs.rename(store.root / "away")
     (store.root / "away").rename(store.runs)
-    commit_records(store, {record.fingerprint: {f"{SIGNALS}:0.*", f"{SIGNALS}:1.run.active", f"{SIGNALS}:1.run.drift_l2"}})
+    keep(store, record, *parts)
     assert {path.name: path.read_bytes() for path in kept.path.iterdir()} == content
-    commit_records(store, {record.fingerprint: {f"{SIGNALS}:0.*"}})
-    kept = load_record(store.root / KEPT / record.fingerprint)
+    kept = keep(store, record, parts[0])
     assert (kept.texts_with_signals, record.texts_with_signals) == ([0], [0, 1])
     with pytest.raises(ConfigError, match="signals of text 1: make the run with records=own"):
         kept.signals(1)
-    commit_records(store, {record.fingerprint: set()})
-    kept = load_record(store.root / KEPT / record.fingerprint)
+    kept = keep(store, record)
     assert kept.texts_with_signals == []
     with pytest.raises(ConfigError, match="has no signals.safetensors"):
         kept.arrays(SIGNALS)
@@ -271,8 +262,7 @@ def test_of_a_file_the_parts_that_are_read_are_kept_to_the_last_digit(looked_int
 
 def test_a_record_of_which_much_is_read_is_passed_over(looked_into, monkeypatch) -> None:
     store, record = looked_into
-    commit_records(store, {record.fingerprint: {SIGNALS}})
-    whole = (store.root / KEPT / record.fingerprint / f"{SIGNALS}{PACKED}").stat().st_size
+    whole = (keep(store, record, SIGNALS).path / f"{SIGNALS}{PACKED}").stat().st_size
     monkeypatch.setattr("quicksilver.records.keeping._LARGE_BYTES", whole - 1)
     assert len(commit_records(store, {record.fingerprint: {f"{SIGNALS}:1.run.active"}})) == 2
     assert [path.name for path in commit_records(store, {record.fingerprint: {SIGNALS}})] == [record.dense_fingerprint]
@@ -280,11 +270,8 @@ def test_a_record_of_which_much_is_read_is_passed_over(looked_into, monkeypatch)
 
 def test_a_clone_without_runs_runs_nothing_unless_it_is_asked_to(made, tmp_path) -> None:
     config, record, words = made
-    commit_records(Store(config.results_dir), {record.fingerprint: set()})
-    clone = tmp_path / "results"
-    clone.mkdir()
-    (Store(config.results_dir).root / KEPT).rename(clone / KEPT)
-    words = [word for word in words if not word.startswith("results_dir=")]
+    (clone := tmp_path / "results").mkdir()
+    keep(Store(config.results_dir), record).path.parent.rename(clone / KEPT)
     here = [*words, f"results_dir={clone}"]
     assert [step.done for step in plan([compose(here)]).steps] == [True, True]
     assert [step.done for step in plan([compose([*here, "records=own"])]).steps] == [False, False]
@@ -294,8 +281,7 @@ def test_a_clone_without_runs_runs_nothing_unless_it_is_asked_to(made, tmp_path)
 def test_a_kept_record_that_was_changed_is_refused(made) -> None:
     config, record, _ = made
     store = Store(config.results_dir)
-    commit_records(store, {record.fingerprint: set()})
-    path = store.root / KEPT / archive.RECORDS
+    path = keep(store, record).path.parent / archive.RECORDS
     lines = [json.loads(line) | {"ppl": 1.0} for line in lzma.decompress(path.read_bytes()).splitlines()]
     path.write_bytes(archive.packed("\n".join(json.dumps(line, separators=(",", ":")) for line in lines).encode()))
     with pytest.raises(ConfigError, match="checksum"):
@@ -307,9 +293,8 @@ def test_a_kept_record_that_was_changed_is_refused(made) -> None:
 def test_a_clone_finds_kept_records_of_texts_that_it_does_not_have(made, tmp_path, monkeypatch) -> None:
     config, record, _ = made
     monkeypatch.delenv("QUICKSILVER_DATA", raising=False)
-    store = Store(config.results_dir)
-    commit_records(store, {record.fingerprint: set()})
-    asked = ["dataset=elsewhere"]
+    store, asked = Store(config.results_dir), ["dataset=elsewhere"]
+    keep(store, record)
     answers = RecordIndex(store.root)
     answers.put(asked, config, Answer(record))
     answers.put(["dataset=forgotten"], config, Answer(fingerprint="0" * 20))
@@ -328,10 +313,8 @@ def test_a_clone_finds_kept_records_of_texts_that_it_does_not_have(made, tmp_pat
     clone = tmp_path / "results"
     shutil.copytree(store.root / KEPT, clone / KEPT)
     (clone / INDEX).write_text(json.dumps(index))
-    found = RecordIndex(clone).get(asked)
-    assert found.record.fingerprint == record.fingerprint
-    lacking = RecordIndex(clone).get(["dataset=forgotten"])
-    assert lacking.record is None  # known not to be here: nothing is composed to find that out
+    assert RecordIndex(clone).get(asked).record.fingerprint == record.fingerprint
+    assert RecordIndex(clone).get(["dataset=forgotten"]).record is None  # known not to be here: nothing is composed to find out
     assert RecordIndex(clone, "own").get(asked) is None
     monkeypatch.setenv("QUICKSILVER_DATA", str(tmp_path))
     assert RecordIndex(clone).get(asked) is None  # a text that is at hand is what counts

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 
 import fakes
 import pytest
@@ -15,6 +16,7 @@ from quicksilver.runs.choices import choices
 from quicksilver.runs.context import BESIDE, THRESHOLDS, calibration_provenance, texts_of
 from quicksilver.runtime.errors import ConfigError
 
+OF_SCHEDULES = "predicted_kv.quicksilver.schedules.yaml"
 FILES = [path for folder in BESIDE for path in sorted(EMBEDDED.glob(f"*/{folder}/*")) if path.suffix in (".yaml", ".safetensors")]
 
 
@@ -26,17 +28,15 @@ def test_every_file_of_the_package_says_which_calibrating_text_it_was_made_on(pa
 
 
 def test_files_are_found_by_what_they_hold_and_percentiles_by_the_runs_own_text():
-    schedules = next(path for path in FILES if path.name == "schedules.yaml")
+    own = next(path for path in FILES if path.name == "schedules.yaml")
     digests = {
         "text": "0" * 64,
-        "predicted_kv.quicksilver.schedules.yaml": hashlib.sha256(schedules.read_bytes()).hexdigest(),
         "gates.mine.gone.safetensors": "1" * 64,
+        OF_SCHEDULES: hashlib.sha256(own.read_bytes()).hexdigest(),
     }
-    assert calibration_provenance(digests, "books", {"windows": 16}) == {
-        "predicted_kv/schedules.yaml": texts_of(schedules),
-        "gates/gone.safetensors": {},  # it was made on something, and nothing says on what
-        THRESHOLDS: {"books": 16},
-    }
+    gone = {"gates/gone.safetensors": {}}  # it was made on something, and nothing says on what
+    found = calibration_provenance(digests, "books", {"windows": 16})
+    assert found == gone | {"predicted_kv/schedules.yaml": texts_of(own), THRESHOLDS: {"books": 16}}
     assert calibration_provenance({"text": "0" * 64}, "books", None) == {}
 
 
@@ -44,7 +44,7 @@ def test_a_file_of_ones_own_is_found_beside_the_model(tmp_path):
     (tmp_path / "predicted_kv").mkdir()
     own = tmp_path / "predicted_kv" / "schedules.yaml"
     own.write_text("chosen_on:\n  windows: {novel: 3}\n")
-    digests = {"predicted_kv.quicksilver.schedules.yaml": hashlib.sha256(own.read_bytes()).hexdigest()}
+    digests = {OF_SCHEDULES: hashlib.sha256(own.read_bytes()).hexdigest()}
     assert calibration_provenance(digests, "novel", None, [tmp_path]) == {"predicted_kv/schedules.yaml": {"novel": 3}}
 
 
@@ -61,10 +61,8 @@ def test_notes_say_it_once_for_all_rows(tmp_path):
     dense = fakes.make(tmp_path, "dense continuation", "continuation")
     records = [fakes.make(tmp_path, f"run {i}", "continuation", per_token=0.01, tuned=one) for i, one in enumerate(told)]
     outcomes = [Outcome(Row("continuation", "", str(i), str(i), ()), record, dense) for i, record in enumerate(records)]
-    said = [line for line in provenance.notes(outcomes) if line.startswith("Fitted on")]
-    assert said == [
-        "Fitted on calibration data (windows): predicted_kv/a.yaml on books (2); thresholds on python-docs (16 or 40)."
-    ]
+    (said,) = [line for line in provenance.notes(outcomes) if line.startswith("Fitted on")]
+    assert said == "Fitted on calibration data (windows): predicted_kv/a.yaml on books (2); thresholds on python-docs (16 or 40)."
     assert not any(line.startswith("Fitted on") for line in provenance.notes(outcomes[2:]))
 
 
@@ -73,13 +71,9 @@ OF = Identity({"seed": 0, "modules": {"halting": {"tau": 1.0, "window": (0.2, 0.
 
 
 def test_each_part_counts_and_spelling_does_not():
-    others = [
-        Identity({**OF.config, "seed": 1}, OF.digests, {}, 1),
-        Identity(OF.config, {**OF.digests, "weights": "c"}, {}, 1),
-        Identity(OF.config, OF.digests, {"mine": "d"}, 1),
-        Identity(OF.config, OF.digests, {}, 2),
-    ]
-    assert len({OF.fingerprint, *(other.fingerprint for other in others)}) == 5
+    changed = ({"config": {**OF.config, "seed": 1}}, {"digests": {**OF.digests, "weights": "c"}})
+    changed += ({"sources": {"mine": "d"}}, {"numerics_version": 2})
+    assert len({OF.fingerprint, *(replace(OF, **one).fingerprint for one in changed)}) == 5
     turned = Identity({"modules": {"halting": {"window": [0.2, 0.8], "tau": 1}}, "seed": 0.0}, OF.digests, {}, 1)
     assert turned.fingerprint == OF.fingerprint
     assert Identity(**json.loads(json.dumps(OF.to_json()))).fingerprint == OF.fingerprint

@@ -42,8 +42,7 @@ def frame_of(ppl: float) -> pd.DataFrame:
 
 def content(name: str = "a run", ppl: float = 2.0, **more) -> dict:
     """The entries of a whole record that scored 6 tokens."""
-    found = fakes.described(name)
-    fakes.put(found, "quality", fakes.quality(frame_of(ppl)))
+    fakes.put(found := fakes.described(name), "quality", fakes.quality(frame_of(ppl)))
     return {**found, **more}
 
 
@@ -104,28 +103,21 @@ def test_a_run_that_fails_leaves_nothing_and_a_full_disk_is_one_message(store, f
 
 @pytest.mark.parametrize("name", ["beef", "../beef", "/etc", "BEEF" * 5, ""])
 def test_nothing_is_made_or_asked_for_but_by_fingerprint(store, name):
-    for ask in (store.path, store.get, store.folder):
+    for ask in (store.path, store.get, store.folder, lambda name: store.draft(name).__enter__(), store.turn):
         with pytest.raises(ConfigError, match="no fingerprint"):
             ask(name)
-    for made in (store.draft, store.turn):
-        with pytest.raises(ConfigError, match="no fingerprint"), made(name):
-            pass
     assert not store.root.exists() or not any(path.is_file() for path in store.root.rglob("*"))
 
 
-def test_what_could_not_be_read_again_is_not_published(store):
+def test_what_could_not_be_read_again_or_crashes_before_the_rename_is_not_published(store, monkeypatch):
     with pytest.raises(ConfigError, match=r"execution is 'guess', not one of 'compact', 'masked', 'decide'"):
         make_record(store, execution="guess")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            make_record(store)
     assert store.get(PRINT) is None
     assert hidden(store) == []
-
-
-def test_a_crash_between_the_last_write_and_the_rename_leaves_no_record(store, monkeypatch):
-    monkeypatch.setattr(os, "rename", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        make_record(store)
-    monkeypatch.undo()
-    assert store.get(PRINT) is None
     assert make_record(store).quality.ppl == pytest.approx(2)
 
 
@@ -156,10 +148,8 @@ def test_what_a_killed_run_left_is_cleaned_and_what_a_living_one_writes_is_not(s
 
 
 def test_cleaning_leaves_what_only_looks_like_a_draft(store, tmp_path):
-    mine = store.drafts / "thesis"
-    mine.mkdir(parents=True)
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
+    (mine := store.drafts / "thesis").mkdir(parents=True)
+    (elsewhere := tmp_path / "elsewhere").mkdir()
     (store.drafts / f"{'0' * 20}-1-01234567").symlink_to(elsewhere)
     assert store.clean() == []
     assert mine.is_dir()
@@ -209,9 +199,9 @@ def test_a_second_command_waits_for_the_first_and_finds_its_record(store):
     second.join(30)
 
 
-def whole(entries: dict) -> dict:
-    """The entries with the checksum that whoever edits a record by hand would have to make as well."""
-    return {**entries, CHECKSUM: checksum(entries)}
+def whole(entries: dict) -> str:
+    """record.json with the checksum that whoever edits a record by hand would have to make as well."""
+    return json.dumps({**entries, CHECKSUM: checksum(entries)})
 
 
 def overwritten(content: str | bytes, name: str = "record.json"):
@@ -223,19 +213,15 @@ DAMAGE = {
     "cut short": (overwritten('{"schema_version": 1, '), "record.json is damaged"),
     "not text": (overwritten(b"\xff\xfe\x00"), "record.json is damaged"),
     "not an object": (overwritten("[]"), "no schema_version"),
-    "another run's": (overwritten(json.dumps(whole(content("another run", files={})))), f"belongs to the run {OTHER}"),
+    "another run's": (overwritten(whole(content("another run", files={}))), f"belongs to the run {OTHER}"),
     "a lost file": (lambda p: (p / "windows.parquet").unlink(), "windows.parquet is missing"),
     "a torn file": (overwritten("PAR1", "windows.parquet"), "windows.parquet is cut short"),
-    "another schema": (
-        overwritten('{"schema_version": 99}'),
-        "a record of schema 99 and this version of QuickSilver reads schema 4",
-    ),
+    "another schema": (overwritten('{"schema_version": 99}'), "schema 99 and this version of QuickSilver reads schema 4"),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_record_is_reported_by_path_with_the_remedy_and_stays_untouched(store, damage):
-    spoil, says = DAMAGE[damage]
+@pytest.mark.parametrize(("spoil", "says"), DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_record_is_reported_by_path_with_the_remedy_and_stays_untouched(store, spoil, says):
     folder = make_record(store).path
     spoil(folder)
     before = sorted((p.name, p.read_bytes()) for p in folder.iterdir())
@@ -252,10 +238,9 @@ def test_a_damaged_record_is_reported_by_path_with_the_remedy_and_stays_untouche
 
 def test_windows_that_were_changed_in_place_are_noticed_when_they_are_read(store):
     record = make_record(store)
-    path = record.path / "windows.parquet"
-    changed = bytearray(path.read_bytes())
+    changed = bytearray((path := record.path / "windows.parquet").read_bytes())
     changed[len(changed) // 2] ^= 1
-    path.write_bytes(bytes(changed))
+    path.write_bytes(changed)
     with pytest.raises(ConfigError, match="not the file that was recorded"):
         _ = load_record(record.path).windows
 
@@ -272,11 +257,9 @@ def test_the_frame_has_one_row_a_record_in_order_of_their_start(store):
 
 
 def test_a_record_names_its_dense_one_or_says_that_it_is_gone(tmp_path):
-    store = Store(tmp_path)
-    dense = fakes.make(tmp_path, "dense all")
+    store, dense = Store(tmp_path), fakes.make(tmp_path, "dense all")
     record = fakes.make(tmp_path, "a run", per_token=0.1)
-    assert store.dense_of(record) == dense
-    assert store.dense_of(dense) == dense
+    assert store.dense_of(record) == store.dense_of(dense) == dense
     dense.path.rename(store.root / "elsewhere")
     with pytest.raises(QuickSilverError, match="run the same command again"):
         store.dense_of(record)
@@ -295,10 +278,7 @@ EDITS = {
     "one operation": ({"executed_flops": 1}, "executed_flops is 1, of"),
     "more than could be": ({"executed_flops": 10**15}, "executed_flops is 1000000000000000, of"),
     "fewer than none": ({"nominal_flops": -1}, "nominal_flops is -1"),
-    "weights of another model": (
-        {"model": {"weights_digest": "ab" * 32}},
-        "the digest of its weights is not the one in its identity",
-    ),
+    "other weights": ({"model": {"weights_digest": "ab" * 32}}, "the digest of its weights is not the one in its identity"),
     "another text": ({"data": {"digest": "ab" * 32}}, "the digest of its text is not the one in its identity"),
     "another identity": ({"identity": {"numerics_version": 99}}, "identity is not that of its fingerprint"),
     "no model": ({"model": None}, "model is None, not an object"),
@@ -314,11 +294,10 @@ def merged(entries: dict, changes: dict) -> dict:
     return {**entries, **{k: {**entries[k], **v} if isinstance(v, dict) and v else v for k, v in changes.items()}}
 
 
-@pytest.mark.parametrize("edit", EDITS)
-def test_numbers_that_cannot_be_so_are_refused_with_one_line(tmp_path, edit):
-    changes, says = EDITS[edit]
+@pytest.mark.parametrize(("changes", "says"), EDITS.values(), ids=EDITS)
+def test_numbers_that_cannot_be_so_are_refused_with_one_line(tmp_path, changes, says):
     record = fakes.make(tmp_path, "a run", per_token=0.1)
-    (record.path / "record.json").write_text(json.dumps(whole(merged(dict(record.content), changes))))
+    (record.path / "record.json").write_text(whole(merged(dict(record.content), changes)))
     with pytest.raises(ConfigError) as caught:
         load_record(record.path)
     assert says in str(caught.value)

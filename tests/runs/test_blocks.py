@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import weakref
 from contextlib import nullcontext
@@ -16,12 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quicksilver.measure import perplexity
-from quicksilver.records import blocks as kept
-from quicksilver.records.blocks import Blocks
+from quicksilver.records import store as kept
 from quicksilver.records.record import RECORD, WINDOWS, Record
-from quicksilver.records.store import Store
+from quicksilver.records.store import Blocks, Store
 from quicksilver.runs import run as making
-from quicksilver.runs.config import compose
+from quicksilver.runs.config import RunConfig, compose
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.run import ensure, plan
 from quicksilver.runtime.errors import QuickSilverError
@@ -42,9 +40,12 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(kept, "NAP_S", 0.0)
 
 
-def run(world, results: Path, *words: str) -> Record:
-    config = [*world, f"results_dir={results}", "protocol.batch_size=2", "dataset.windows=10", *words]
-    return ensure([compose(config)], context=CONTEXT)[0]
+def config_of(world, results: Path, *words: str) -> RunConfig:
+    return compose([*world, f"results_dir={results}", "protocol.batch_size=2", "dataset.windows=10", *words])
+
+
+def run(world, results: Path, *words: str, **options) -> Record:
+    return ensure([config_of(world, results, *words)], context=CONTEXT, **options)[0]
 
 
 MODULES = {
@@ -94,12 +95,11 @@ def computed(monkeypatch):
 @pytest.mark.parametrize("name", MODULES)
 def test_a_run_that_is_killed_at_every_block_gives_the_record_of_one_that_is_not(name, whole, world, tmp_path, computed):
     written, kills = computed
-    again = 0
-    while again < 100:
+    again, record = 0, None
+    while record is None and again < 100:
         kills[:] = [len(written) + 1]
         try:
             record = run(world, tmp_path / "results", *MODULES[name])
-            break
         except Killed:
             again += 1
     same(record, whole[name])
@@ -118,8 +118,7 @@ def test_windows_that_another_process_scored_are_counted(world, tmp_path, comput
     (first,) = Store(tmp_path / "results").drafts.rglob("quality-000000.block")
     first.unlink()
     seen = []
-    config = [*world, f"results_dir={tmp_path / 'results'}", "protocol.batch_size=2", "dataset.windows=10"]
-    ensure([compose(config)], context=CONTEXT, progress=seen.append)
+    run(world, tmp_path / "results", progress=seen.append)
     assert [now.windows for now in seen if now.phase == "quality" and now.windows] == [(6, 10), (8, 10), (10, 10)]
     assert all(now.windows_per_s is None or now.windows_per_s >= 0 for now in seen)
 
@@ -242,20 +241,16 @@ def test_the_seconds_of_a_record_are_those_of_all_who_worked_on_it(world, tmp_pa
     assert 2000 < record.seconds < 3000
 
 
-@given(
-    rows=st.lists(
-        st.fixed_dictionaries({"nll_nats": st.floats(allow_nan=False, allow_infinity=False), "executed_flops": st.integers(0)})
-    ),
-    cut=st.integers(0, 10**6),
-)
-def test_a_block_is_read_as_it_was_written_or_not_at_all(rows, cut, whole):
-    from quicksilver.runtime.trace import Trace
+NUMBERS = {"nll_nats": st.floats(allow_nan=False, allow_infinity=False), "executed_flops": st.integers(0)}
 
-    block = perplexity.Block(rows, Trace.load(whole["continuation"].trace_path), 3, 4)
+
+@given(rows=st.lists(st.fixed_dictionaries(NUMBERS)), cut=st.integers(0, 10**6))
+def test_a_block_is_read_as_it_was_written_or_not_at_all(rows, cut, whole):
+    block = perplexity.Block(rows, perplexity.Trace.load(whole["continuation"].trace_path), 3, 4)
     file = kept.packed(block, 1.5)
     found, seconds = kept.unpacked(file)
     assert (found.rows, found.kv_bytes_billed, found.kv_bytes_resident, seconds) == (rows, 3, 4, 1.5)
-    assert kept.packed(dataclasses.replace(found), seconds) == file
+    assert kept.packed(found, seconds) == file
     place = cut % len(file)
     with pytest.raises(ValueError, match="digest"):
         kept.unpacked(file[:place] + bytes([file[place] ^ 1]) + file[place + 1 :])
@@ -264,8 +259,7 @@ def test_a_block_is_read_as_it_was_written_or_not_at_all(rows, cut, whole):
 def test_two_processes_share_the_blocks_of_a_run_and_make_one_record(whole, world, tmp_path, computed, monkeypatch):
     """The second comes while the first is in its second block of the run, and does all that is free."""
     written, _ = computed
-    config = compose([*world, f"results_dir={tmp_path}", "protocol.batch_size=2", "dataset.windows=10", *MODULES["all"]])
-    step, helped = plan([config]).wanted[0], []
+    step, helped = plan([config_of(world, tmp_path, *MODULES["all"])]).wanted[0], []
     compute = Blocks._compute
 
     def second(self, path, block, how):
@@ -284,8 +278,7 @@ def test_two_processes_share_the_blocks_of_a_run_and_make_one_record(whole, worl
 
 
 def test_who_comes_when_the_record_is_there_computes_nothing(whole, world, tmp_path, computed):
-    words = [*world, f"results_dir={tmp_path}", "protocol.batch_size=2", "dataset.windows=10", *MODULES["all"]]
-    step = plan([compose(words)]).wanted[0]
+    step = plan([config_of(world, tmp_path, *MODULES["all"])]).wanted[0]
     run(world, tmp_path, *MODULES["all"])
     computed[0].clear()
     making._help(step, RunContext(), Store(tmp_path), Blocks(Store(tmp_path), step.fingerprint), lambda *_: None)

@@ -20,10 +20,17 @@ DRIFT = ["modules=[halting]", "modules.halting.tau_entropy=null", "modules.halti
 TIMED = ["measure.latency.enabled=true"]
 
 
+@pytest.fixture(scope="module")
+def committed(world, tmp_path_factory):
+    return cloned([*world, *DRIFT, *TIMED], tmp_path_factory.mktemp("committed"))
+
+
 @pytest.fixture
-def clone(world, tmp_path):
+def clone(committed, tmp_path):
     """The words of a run, and a results folder in which the repository has its record."""
-    return cloned([*world, *DRIFT, *TIMED], tmp_path)
+    words, kept = committed
+    folder = shutil.copytree(kept.path.parents[1], tmp_path / "clone")
+    return [*words, f"results_dir={folder}"], load_record(folder / KEPT / kept.fingerprint)
 
 
 def cloned(words, tmp_path):
@@ -112,15 +119,13 @@ def test_what_a_number_format_leaves_is_confirmed_and_another_kernel_is_measured
 
 
 def test_work_that_differs_does_not_agree_either(clone) -> None:
-    words, kept = clone
-
     def more(frame, content) -> None:
         frame["executed_flops"] = frame["executed_flops"] * 2
         content["executed_flops"] *= 2
 
+    words, kept = clone
     change(kept, more)
-    (found,) = ensure([compose(words)])
-    assert not found.confirmed.agrees
+    assert not ensure([compose(words)])[0].confirmed.agrees
 
 
 def test_own_measures_what_was_only_confirmed_and_takes_its_place(clone) -> None:

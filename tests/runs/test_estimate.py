@@ -93,10 +93,8 @@ def test_a_plan_says_what_an_offload_reads_what_a_kill_costs_and_what_workers_sh
     slow = estimate.estimate(timed, estimate.shape_of(timed.model), estimate.Speed(1e6, "cpu"), 8)
     assert slow.seconds_at_risk > slow.seconds / 2
     said = estimate.table([dataclasses.replace(found, label="x" * 200)] * 4, workers=2)
-    one, two = (
-        f"{estimate.duration(4 + 0.7 * share * found.seconds)} to {estimate.duration(4 + 1.5 * share * found.seconds)}"
-        for share in (4, 2)
-    )
+    ranges = ((estimate.duration(4 + faster * share * found.seconds) for faster in (0.7, 1.5)) for share in (4, 2))
+    one, two = (" to ".join(ends) for ends in ranges)
     assert f"about {one} by one worker, {two} by 2 (0.7 to 1.5 times the sum at the speed measured now, and 4 s of start)" in said
     assert f"{'x' * 109}… " in said
     assert "If a run is killed, about " in said
@@ -134,17 +132,13 @@ def test_more_passes_take_longer():
     dense, sweep, default, paper = (estimate.windows_passed(compose(words), 64) for words in asked)
     assert dense < sweep < default < paper
     written = ["measure=generation", "modules=[halting]", "protocol=continuation", "measure.generation.prompts=64"]
-    few, greedy, many = (
-        estimate.windows_passed(compose([*written, *more]), 64)
-        for more in ([], ["measure.generation.sampled=false"], ["measure.generation.prompts=128"])
-    )
+    asked = ([], ["measure.generation.sampled=false"], ["measure.generation.prompts=128"])
+    few, greedy, many = (estimate.windows_passed(compose([*written, *more]), 64) for more in asked)
     scored = sweep  # both models, once; both write and read each prompt's text, in both ways
     assert few == pytest.approx(2 * scored * 2 * (256 + 64) / 512 + scored, rel=0.2)
     assert greedy < few == many  # of 64 windows
-    few, all_there = (
-        estimate.windows_passed(compose(["measure=needle", "protocol=continuation"]), windows) for windows in (4, 32)
-    )
-    assert all_there == 8 * few  # each window is asked eleven times, up to 32 of them
+    needle = compose(["measure=needle", "protocol=continuation"])  # each window is asked eleven times, up to 32 of them
+    assert estimate.windows_passed(needle, 32) == 8 * estimate.windows_passed(needle, 4)
 
 
 def test_a_plan_of_a_sweep_and_of_a_table_starts_nothing(words, tmp_path, capsys, prints, monkeypatch):

@@ -1,7 +1,6 @@
 """Rows on their way to records: an error behind the last run neither loses the records nor is asked about for ever. Runs in several processes:
 who may, that each text stays with one process, and that what fails is left to be told."""
 
-import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -105,6 +104,10 @@ def two_texts(words, tmp_path, monkeypatch):
 
 def test_each_text_goes_to_one_worker_and_every_run_gets_its_record(two_texts):
     jobs, given, records = two_texts
+    with pytest.raises(ConfigError, match="workers=0"):
+        side_by_side.make_side_by_side(jobs, 0)
+    side_by_side.make_side_by_side(jobs, 1)
+    assert given == []  # one worker leaves everything to this process
     side_by_side.make_side_by_side(jobs, 2, watch=contextmanager(lambda steps: iter([lambda progress: None])))
     assert [len(words) for words in given] == [2, 2]  # the one of more windows first
     asked = [{[word for word in run if word.startswith("dataset.windows=")][-1] for run in words} for words in given]
@@ -128,27 +131,14 @@ def test_what_fails_is_left_without_a_record_and_the_others_go_on(two_texts, mon
     assert len(list(records.glob("*/record.json"))) == 3
 
 
-def test_one_worker_leaves_everything_to_this_process(two_texts):
-    jobs, given, _ = two_texts
-    side_by_side.make_side_by_side(jobs, 1)
-    assert given == []
-    with pytest.raises(ConfigError, match="workers=0"):
-        side_by_side.make_side_by_side(jobs, 0)
-
-
 def test_what_reads_a_clock_or_may_be_large_is_made_alone():
-    config = compose(["dataset=python-docs", "measure=sweep"])
-    timed = compose(["dataset=python-docs", "measure=default"])
-    large = dataclasses.replace(config, model=dataclasses.replace(config.model, path="/folder"))
-    other = dataclasses.replace(config, dataset=dataclasses.replace(config.dataset, windows=4))
-    asked = dataclasses.replace(config, threads=2)
-    assert side_by_side.groups([config, timed, other, large, asked, config]) == [[0, 5], [2]]
+    docs = ["dataset=python-docs", "measure=sweep"]
+    more = ([], ["measure=default"], ["dataset.windows=4"], ["model.path=/folder"], ["threads=2"], [])
+    assert side_by_side.groups([compose([*docs, *words]) for words in more]) == [[0, 5], [2]]
 
 
 def test_many_runs_of_one_text_are_shared_and_the_longest_share_begins(monkeypatch):
     monkeypatch.setattr(side_by_side, "SHARE", 2)
-    short = compose(["dataset=python-docs", "dataset.windows=4", "measure=sweep"])
-    other = compose(["dataset=python-docs", "dataset.windows=16", "measure=sweep"])
-    all_positions = compose(["dataset=python-docs", "dataset.windows=4", "measure=sweep", "protocol=continuation"])
-    assert short.protocol != all_positions.protocol
-    assert side_by_side.groups([short, other, short, short, all_positions]) == [[1], [0, 2], [3], [4]]
+    more = ([], ["dataset.windows=16"], ["protocol=continuation"])
+    short, other, prompted = (compose(["dataset=python-docs", "dataset.windows=4", "measure=sweep", *one]) for one in more)
+    assert side_by_side.groups([short, other, short, short, prompted]) == [[1], [0, 2], [3], [4]]

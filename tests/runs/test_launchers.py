@@ -71,24 +71,17 @@ def test_workers_are_those_asked_for_or_the_launchers_own(cluster):
     assert checked(SLURM, "hydra.launcher.exclusive=true", **TIMED) == 4
 
 
-@pytest.mark.parametrize(
-    ("words", "more", "says"),
-    [
-        ([], {"workers": 2}, "unless there is a launcher"),
-        ([JOBLIB, "hydra.launcher.workers=0"], {}, "workers=0: needs a whole number"),
-        ([SLURM, "hydra.launcher.mem_gb=lots"], {}, "hydra.launcher.mem_gb=lots: needs a number, at least 0.1"),
-        (
-            ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=0"],
-            {},
-            "timeout_min=0: needs a whole number, at least 1",
-        ),
-        ([SLURM, "hydra.launcher.nodes=1.5"], {}, "nodes=1.5: needs a whole number, at least 1"),
-        ([JOBLIB], TIMED, ALONE.format("Use workers=1")),
-        (["hydra/launcher=submitit_local"], TIMED, ALONE.format("Use workers=1")),
-        ([SLURM], TIMED, ALONE.format("exclusive=true")),
-        ([SLURM, "hydra.launcher.partition=gup"], {}, "partition=gup: there is no such partition. There are: cpu, gpu"),
-    ],
-)
+@pytest.mark.parametrize(("words", "more", "says"), [
+    ([], {"workers": 2}, "unless there is a launcher"),
+    ([JOBLIB, "hydra.launcher.workers=0"], {}, "workers=0: needs a whole number"),
+    ([SLURM, "hydra.launcher.mem_gb=lots"], {}, "hydra.launcher.mem_gb=lots: needs a number, at least 0.1"),
+    (["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=0"], {}, "timeout_min=0: needs a whole number, at least 1"),
+    ([SLURM, "hydra.launcher.nodes=1.5"], {}, "nodes=1.5: needs a whole number, at least 1"),
+    ([JOBLIB], TIMED, ALONE.format("Use workers=1")),
+    (["hydra/launcher=submitit_local"], TIMED, ALONE.format("Use workers=1")),
+    ([SLURM], TIMED, ALONE.format("exclusive=true")),
+    ([SLURM, "hydra.launcher.partition=gup"], {}, "partition=gup: there is no such partition. There are: cpu, gpu"),
+])  # fmt: skip
 def test_what_cannot_work_is_refused(cluster, words, more, says):
     with pytest.raises(ConfigError, match=says):
         checked(*words, **more)
@@ -112,9 +105,8 @@ def test_a_launcher_that_is_not_installed_names_its_extra(monkeypatch):
     plugins = dict(launchers.Plugins.instance().class_name_to_class)
     plugins.pop("hydra_plugins.hydra_ray_launcher.ray_launcher.RayLauncher", None)
     monkeypatch.setattr(launchers.Plugins.instance(), "class_name_to_class", plugins)
-    with pytest.raises(
-        ConfigError, match=r"hydra/launcher=ray is not installed: pip install '.+\[ray\]' in an environment of its own"
-    ):
+    says = r"hydra/launcher=ray is not installed: pip install '.+\[ray\]' in an environment of its own"
+    with pytest.raises(ConfigError, match=says):
         checked("hydra/launcher=ray")
 
 
@@ -180,10 +172,8 @@ def test_a_worker_that_was_killed_is_counted_once_and_leaves_nothing(tmp_path):
     sweep = Sweep(tmp_path, Manifest("one", (), ()))
     with sweep.at_work():
         path = next((sweep.folder / "at_work").glob("*.lock")).with_name("9.lock")
-        killed = (
-            f"import os, pathlib; from quicksilver.records import lease; lease.take(pathlib.Path({str(path)!r})); os._exit(9)"
-        )
-        subprocess.run([sys.executable, "-c", killed], check=False)
+        killed = "import os, pathlib; from quicksilver.records import lease; lease.take(pathlib.Path({!r})); os._exit(9)"
+        subprocess.run([sys.executable, "-c", killed.format(str(path))], check=False)
         assert [sweep.forget_dead_workers(), sweep.forget_dead_workers()] == [1, 0]
         assert len(sweep.workers()) == 1
     assert not (sweep.folder / "at_work").exists()
@@ -227,25 +217,20 @@ def test_jobs_that_are_dead_are_seen_without_accounting(cluster, monkeypatch):
 
     monkeypatch.setattr(SlurmJob, "watcher", SlurmJob.watcher)
     launchers.ask_squeue()
-    queue = {
-        "7_0|RUNNING\n7_[1-2%2]|PENDING": "RUNNING PENDING PENDING",
-        "7_0|OUT_OF_MEMORY\n7_1|RUNNING": "OUT_OF_MEMORY RUNNING ENDED",
-    }
     jobs = ("7_0", "7_1", "7_2")
     for job in jobs:
         SlurmJob.watcher.register_job(job)
-    for said, states in queue.items():
-        (cluster / "squeue").write_text(f"#!/bin/sh\necho '{said}'\n")
+    for program, states in {
+        "echo '7_0|RUNNING\n7_[1-2%2]|PENDING'": "RUNNING PENDING PENDING",
+        "echo '7_0|OUT_OF_MEMORY\n7_1|RUNNING'": "OUT_OF_MEMORY RUNNING ENDED",
+        "echo 'slurm: hello'": "OUT_OF_MEMORY RUNNING ENDED",  # an answer that is none, and no answer: what was known stays
+        "exit 1": "OUT_OF_MEMORY RUNNING ENDED",
+        "": "OUT_OF_MEMORY ENDED ENDED",
+    }.items():
+        (cluster / "squeue").write_text(f"#!/bin/sh\n{program}\n")
         (cluster / "squeue").chmod(0o755)
         SlurmJob.watcher.update()
         assert " ".join(SlurmJob.watcher.get_state(job, "cache") for job in jobs) == states
-    for program in ("echo 'slurm: hello'", "exit 1"):  # an answer that is none, and no answer: what was known stays
-        (cluster / "squeue").write_text(f"#!/bin/sh\n{program}\n")
-        SlurmJob.watcher.update()
-        assert [SlurmJob.watcher.is_done(job, "cache") for job in jobs] == [True, False, True]
-    (cluster / "squeue").write_text("#!/bin/sh\n")
-    SlurmJob.watcher.update()
-    assert SlurmJob.watcher.get_state("7_1", "cache") == "ENDED"
 
 
 def test_jobs_of_a_sweep_that_wait_are_counted(cluster, tmp_path):
@@ -258,21 +243,12 @@ def test_jobs_of_a_sweep_that_wait_are_counted(cluster, tmp_path):
     assert launchers.waiting_jobs(tmp_path / "elsewhere") == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("Job 7 has not produced any output (state: OUT_OF_MEMORY)\nlog", "it ran out of memory"),
-        ("Job 7\nslurmstepd: error: StepId=7.0 exceeded memory limit (900 > 500), being killed", "hydra.launcher.mem_gb"),
-        (
-            "failed during processing with trace:\nTraceback\n  here\na.b.QuickSilverError: it is broken\nlogs",
-            "Error: it is broken",
-        ),
-        (
-            "Job 7 (task: 0) with path x\nhas not produced any output (state: ENDED)",
-            "it died (state: ENDED), killed by hand or for want of memory",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("text", "says"), [
+    ("Job 7 has not produced any output (state: OUT_OF_MEMORY)\nlog", "it ran out of memory"),
+    ("Job 7\nslurmstepd: error: StepId=7.0 exceeded memory limit (900 > 500), being killed", "hydra.launcher.mem_gb"),
+    ("failed during processing with trace:\nTraceback\n  here\na.b.QuickSilverError: it is broken\nlogs", "Error: it is broken"),
+    ("Job 7 (task: 0)\nhas not produced any output (state: ENDED)", "it died (state: ENDED), killed by hand or for want of memory"),
+])  # fmt: skip
 def test_what_a_launcher_raises_is_one_line_that_says_why(text, says):
     assert says in (said := launchers._why(RuntimeError(text)))
     assert "\n" not in said

@@ -107,9 +107,8 @@ def test_every_sampler_takes_a_budget_and_goes_on(sampler, tmp_path):
 
 
 def test_words_become_distributions():
-    space = study.space_of(
-        ["a=1,2", "b=interval(0,1)", "c=range(1,9,2)", "d=5", "e=tag(log,interval(0.1,1))"], {"d": "interval(0,1)", "f": "x,y"}
-    )
+    words = ["a=1,2", "b=interval(0,1)", "c=range(1,9,2)", "d=5", "e=tag(log,interval(0.1,1))"]
+    space = study.space_of(words, {"d": "interval(0,1)", "f": "x,y"})
     kinds = {key: type(one).__name__ for key, one in space.drawn.items()}
     assert kinds == {
         "f": "CategoricalDistribution", "a": "CategoricalDistribution", "b": "FloatDistribution", "c": "IntDistribution",

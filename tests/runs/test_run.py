@@ -3,6 +3,7 @@
 import math
 import sys
 from pathlib import Path
+from shutil import copytree
 from typing import get_args
 from unittest.mock import Mock
 
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 from harness_world import LAYERS, PROMPT, WINDOW, make_text
+from safetensors.torch import load_file, save_file
 from thinning import first
 
+from quicksilver.measure import Protocol, score
 from quicksilver.measure.audit import AuditResult
 from quicksilver.measure.flops import FlopsResult
 from quicksilver.measure.latency import LatencyResult
@@ -103,10 +106,7 @@ def test_the_trace_of_a_record_gives_the_run_again(finished, world):
     record = records["all"]
     trace = Trace.load(record.trace_path)
     assert trace.n_layers == LAYERS
-    context = RunContext()
-    config = compose([*world, *THRESHOLD])
-    from quicksilver.measure import Protocol, score
-
+    context, config = RunContext(), compose([*world, *THRESHOLD])
     windows = context.windows(config, "test")
     again = score(context.model(config).model, windows.ids, Protocol("all", WINDOW, PROMPT, 4), modules=[Replay(trace)])
     assert again.nll_nats == pytest.approx(record.quality.nll_nats, rel=1e-6)
@@ -158,20 +158,15 @@ def test_records_pair_with_their_dense_run_and_their_null(finished):
         paired_records(record, record, column="nats")
 
 
-def test_pandas_alone_reads_all_of_it(finished):
-    results, _ = finished
+def test_pandas_alone_reads_all_of_it_and_events_tell_what_happened_in_order(finished):
+    results, records = finished
     frame = record_frame(results)
     assert len(frame) == 4  # two runs, two dense
     assert frame["dense_fingerprint"].notna().sum() == 2
     assert set(frame["config.protocol.name"]) == {"all", "continuation"}
     assert (frame["latency_ms.median"] > 0).all()
-
-
-def test_events_tell_what_happened_in_order(finished):
-    _, records = finished
-    events = fakes.events(records["all"])
     passes = "quality null_control audit flops latency memory"
-    assert " ".join(events) == f"started loaded calibrated {passes} measured finished"
+    assert " ".join(fakes.events(records["all"])) == f"started loaded calibrated {passes} measured finished"
 
 
 # -- once -----------------------------------------------------------------------------------------------------------------------
@@ -238,10 +233,6 @@ def test_threads_are_put_back_whatever_happens(words, monkeypatch):
 
 
 def test_weights_that_are_not_finite_give_no_number(world, tmp_path):
-    from shutil import copytree
-
-    from safetensors.torch import load_file, save_file
-
     model = copytree(next(w.split("=")[1] for w in world if w.startswith("model.path")), tmp_path / "nan")
     weights = load_file(model / "model.safetensors")
     weights["transformer.ln_f.weight"][0] = float("nan")
@@ -319,12 +310,9 @@ def test_a_calibration_file_counts_by_content(words, finished, tmp_path):
 
 
 # -- trackers -------------------------------------------------------------------------------------------------------------------
-def test_nothing_imports_wandb_unless_it_is_asked_for(words, monkeypatch):
+def test_wandb_is_imported_only_where_asked_for_and_one_that_is_not_there_is_told_before_anything_runs(words, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would fail
     ensure([compose(words)])
-
-
-def test_a_tracker_that_is_not_installed_is_told_before_anything_runs(words, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"tracker=wandb needs the package wandb.*tracker=none"):
         ensure([compose([*words, "tracker=wandb"])])
@@ -351,13 +339,11 @@ def test_modules_are_asked_behind_the_decision_layers_only(words):
     assert "decision_layers" not in every.identity()
     assert few.identity()["decision_layers"] == [1, 2]
     assert wherever.dense_fingerprint == there.dense_fingerprint
-    after = [
-        set(torch.cat([one.halt_layer.flatten() for one in Trace.load(record.trace_path).passes]).tolist())
-        for record in (wherever, there)
-    ]
-    never = max(after[0])
-    assert after[0] - {never} > after[1] - {never}
-    assert after[1] <= {1, 2, never}
+    traces = (Trace.load(record.trace_path).passes for record in (wherever, there))
+    anywhere, after = (set(torch.cat([one.halt_layer.flatten() for one in passes]).tolist()) for passes in traces)
+    never = max(anywhere)
+    assert anywhere - {never} > after - {never}
+    assert after <= {1, 2, never}
 
 
 @pytest.mark.parametrize("given", ["[]", "[-1]", "[99]"])
@@ -367,19 +353,15 @@ def test_decision_layers_that_are_not_there_are_refused(words, given):
 
 
 # -- options called `…_ids` take words: they become the ids of the model at hand, whatever its tokenizer ---------------------------
-def test_words_become_the_ids_of_every_token_that_reads_so(words):
+def test_words_become_the_ids_of_every_token_that_reads_so_and_one_that_is_no_token_is_named(words):
     config = compose([*words, *HALTED, "modules.halting.full_ids=[b,3]"])
     tokenizer = RunContext().model(config).tokenizer
-    (module,) = build_modules(config.modules, tokenizer)
+    (module,), (unresolved,) = build_modules(config.modules, tokenizer), build_modules(config.modules)
     assert sorted(module.full_ids) == sorted([3, *tokenizer("b")["input_ids"]])
-    (unresolved,) = build_modules(config.modules)
     assert unresolved.full_ids == (3,)
-
-
-def test_a_word_that_is_no_token_is_named(words):
     config = compose([*words, *HALTED, "modules.halting.forced_ids=[b,word]"])
     with pytest.raises(ConfigError, match="modules.halting.forced_ids: 'word'"):
-        build_modules(config.modules, RunContext().model(config).tokenizer)
+        build_modules(config.modules, tokenizer)
 
 
 def test_forced_words_halt_first_and_full_words_never(words):

@@ -36,20 +36,14 @@ class TokenClock:
     """Notes when tokens come out of `generate(streamer=…)`.
 
     Attributes:
-        moments_s: when each delivery came, by `time.perf_counter`; the first is that of the first new token.
-        counts: how many tokens came with it: one, or several that speculation got right.
+        deliveries: when each came, by `time.perf_counter`, and how many tokens (several, where speculation got them right). The first is the prompt.
     """
 
-    moments_s: list[float] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    _prompt_seen: bool = False
+    deliveries: list[tuple[float, int]] = field(default_factory=list)
 
     def put(self, value: torch.Tensor) -> None:
         """value: (1, N) the prompt, at first; then the new tokens, on the host already."""
-        if self._prompt_seen:
-            self.moments_s.append(time.perf_counter())
-            self.counts.append(value.numel())
-        self._prompt_seen = True
+        self.deliveries.append((time.perf_counter(), value.numel()))
 
     def end(self) -> None:
         """Called by `generate` after the last token; every moment is noted already."""
@@ -60,9 +54,8 @@ class Served:
     """One request.
 
     Attributes:
-        first_ms: from the call until the first new token was there.
-        per_token_ms: for each token after it; tokens that came together share the time that they took.
-        total_ms: the whole call.
+        first_ms: from the call until the first new token was there; total_ms: the whole call.
+        per_token_ms: for each token after the first; tokens that came together share the time that they took.
         tokens: new tokens, in order.
     """
 
@@ -96,19 +89,17 @@ def serve(model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int, options
     if prompt.is_cuda:
         torch.cuda.synchronize(prompt.device)
     total = time.perf_counter() - began
+    new = clock.deliveries[1:]
     per_token: list[float] = []
-    for before, after, count in zip(clock.moments_s, clock.moments_s[1:], clock.counts[1:], strict=False):
+    for (before, _), (after, count) in itertools.pairwise(new):
         per_token += [1e3 * (after - before) / count] * count
-    return Served(1e3 * (clock.moments_s[0] - began), per_token, 1e3 * total, output[0, prompt.shape[1] :].tolist())
+    return Served(1e3 * (new[0][0] - began), per_token, 1e3 * total, output[0, prompt.shape[1] :].tolist())
 
 
 def deployment(
     ways: Mapping[str, Callable[[], Served]], warmup: int, repeats: int, device: str | torch.device = "cpu"
 ) -> tuple[dict[str, list[Served]], Alternation]:
-    """Serve the same request in several ways, in turns; the first way is also the control (A/A).
-
-    Args:
-        ways: callables by name, each one `serve` of its own model.
+    """Serve the same request in several ways, in turns, each a `serve` of its own model; the first is also the control (A/A).
 
     Returns:
         The requests of each way, one a round, and the time per token of each round as an alternation, for ratios and the noise floor.
@@ -235,10 +226,6 @@ class Deployment(Measurement):
             found["same_first_tokens"] = len(list(itertools.takewhile(bool, equal)))
             found["per_token_ratio"] = times.ratio("run", to="dense")
         return DeploymentResult(
-            prompt_tokens=prompt.shape[1],
-            new_tokens=self.new_tokens,
-            budget_ms=self.budget_ms,
-            noise_floor_pct=times.noise_floor_pct,
-            timing_warnings=times.warnings,
-            **found,
-        )
+            **found, prompt_tokens=prompt.shape[1], new_tokens=self.new_tokens, budget_ms=self.budget_ms,
+            noise_floor_pct=times.noise_floor_pct, timing_warnings=times.warnings,
+        )  # fmt: skip

@@ -14,13 +14,11 @@ if TYPE_CHECKING:
 
 def _counted(bench: Bench) -> tuple[Run, int]:
     """One pass of the batch, and the operations that its operators reported."""
-    import torch
-
     from quicksilver.measure.bench import forward
     from quicksilver.measure.flop_counter import count_executed
 
     batch = bench.batch
-    with torch.no_grad(), bench.apply() as run:
+    with bench.apply() as run:
         return run, count_executed(lambda: forward(bench.model, batch, bench.protocol))
 
 

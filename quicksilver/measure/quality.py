@@ -24,10 +24,7 @@ class QualityResult(Result):
     """Sums over the scored windows; perplexity divides once, at the end.
 
     Attributes:
-        ppl: per token.
-        bits_per_byte: None where the tokenizer loses bytes.
-        nll_nats: of all scored tokens.
-        tokens, bytes: scored.
+        ppl: per token; bits_per_byte: None where the tokenizer loses bytes; nll_nats: of all scored tokens, and `bytes`.
         executed_flops, nominal_flops, paper_flops: the three ledgers; `signal_flops` of what decides. `prompt_…` under `continuation`.
         kv_bytes_billed, kv_bytes_resident: at the end of every batch, summed over the batches; 0 under `all`.
         kl_nats: KL(dense‖run) per scored token; None in a dense run.
@@ -150,25 +147,20 @@ class Null(Measurement):
         assert bench.trace is not None  # quality is measured first
         found, kind = [], ""
         for seed in range(bench.seed, bench.seed + self.seeds):
-            chosen = by_chance(bench.modules, bench.trace, seed, self.tenths)
-            if chosen is None:
+            if (chosen := by_chance(bench.modules, bench.trace, seed, self.tenths)) is None:
                 return None
             kind, chance = chosen
             found.append(_scored(bench, chance, f"null-{seed}"))
         names = [name for name in ("nll_nats", "kl_nats", "top1_agreement") if name in found[0].windows]
-        bench.frame = bench.frame.assign(
-            **{f"null_{name}": sum(one.windows[name] for one in found) / self.seeds for name in names}
-        )
+        columns = {f"null_{name}": sum(one.windows[name] for one in found) / self.seeds for name in names}
+        bench.frame = bench.frame.assign(**columns)
         totals = [QualityResult.of(one) for one in found]
-
-        def mean(name: str) -> Any:
-            return sum(getattr(one, name) for one in totals) / self.seeds
-
         ppl = math.exp(sum(one.nll_nats for one in totals) / sum(one.tokens for one in totals))
+        flops = ("executed_flops", "nominal_flops")
+        means = {name: sum(getattr(one, name) for one in totals) / self.seeds for name in (*names, *flops)}
         # How much chance decides differs from seed to seed only where it draws neighbours or entries, and then by a little.
-        flops = {name: round(mean(name)) for name in ("executed_flops", "nominal_flops")}
-        seed_ppl = [one.ppl for one in totals] if self.seeds > 1 else None
-        return NullResult(kind, ppl, **flops, **{name: mean(name) for name in names}, seed_ppl=seed_ppl)
+        means |= {name: round(means[name]) for name in flops}
+        return NullResult(kind, ppl, **means, seed_ppl=[one.ppl for one in totals] if self.seeds > 1 else None)
 
 
 def by_chance(

@@ -16,21 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from quicksilver.measure import strata as stats
 from quicksilver.measure.measurement import Measurement, Result, Setting
-from quicksilver.measure.strata import (
-    AgainstNull,
-    Share,
-    Z,
-    against_null,
-    crossed,
-    deviance_explained,
-    expected,
-    indicators,
-    mean_and_error,
-    quantile_bins,
-    r_squared,
-    wilson,
-)  # fmt: skip
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.options import Count, InnerShare
 
@@ -58,8 +45,7 @@ class Counted:
 
     Attributes:
         tokens, words, sentences: with at least a part in the windows (under `continuation`, in their prompts).
-        cut_sentences: of them, only a part is there.
-        long_sentences: longer than a window; they were skipped.
+        cut_sentences: of them, only a part is there; long_sentences: longer than a window, and skipped.
         tokens_of_two_words: share of the tokens that touch two words or more; split_words: share of the words that are several tokens.
     """
 
@@ -95,9 +81,8 @@ def token_frame(bench: Bench, windows: int | None = None) -> tuple[pd.DataFrame,
     note, ids = annotated.annotation, bench.windows.ids[:windows].numpy()
     shown = (slice(windows), slice(decided_tokens(bench)))
     word, length = annotated.word[shown], annotated.sentence_tokens[shown]
-    sentence = np.where(word >= 0, note.sentence[word], -1)
     belongs, long = word >= 0, length > bench.protocol.window_tokens
-    kept = belongs & ~long
+    sentence, kept = np.where(belongs, note.sentence[word], -1), belongs & ~long
     window, slot = np.nonzero(kept)
     mine = word[kept]
     frame = pd.DataFrame(
@@ -120,7 +105,7 @@ def token_frame(bench: Bench, windows: int | None = None) -> tuple[pd.DataFrame,
 
 def strata(tokens: pd.DataFrame) -> dict[str, np.ndarray]:
     """By name of a null, the stratum of every row of `token_frame`, (n,) int: values are dealt anew within it."""
-    frequency = quantile_bins(np.log(tokens["occurrences"].to_numpy()), FREQUENCY_BINS)
+    frequency = stats.quantile_bins(np.log(tokens["occurrences"].to_numpy()), FREQUENCY_BINS)
     position = np.searchsorted(_POSITION_EDGES, tokens["slot"].to_numpy(), side="right")
     piece, pieces = tokens["piece"].to_numpy(), tokens["pieces"].to_numpy()
     return {
@@ -128,7 +113,7 @@ def strata(tokens: pd.DataFrame) -> dict[str, np.ndarray]:
         "frequency": frequency,
         "position": position,
         "word start": np.where(pieces == 1, 0, np.where(piece == 0, 1, 2)),  # a whole word, the first of several, a later one
-        "frequency × position": crossed(frequency, position),
+        "frequency × position": stats.crossed(frequency, position),
         "token": tokens["token_id"].to_numpy().astype(np.int64),
     }
 
@@ -136,13 +121,12 @@ def strata(tokens: pd.DataFrame) -> dict[str, np.ndarray]:
 def covariates(tokens: pd.DataFrame) -> dict[str, np.ndarray]:
     """What a model may explain a token by, in the order in which it is added: columns (n,) or (n, k) by name."""
     groups = strata(tokens)
-    log_slot = np.log1p(tokens["slot"].to_numpy())
-    log_count = np.log(tokens["occurrences"].to_numpy())
+    log_slot, log_count = np.log1p(tokens["slot"].to_numpy()), np.log(tokens["occurrences"].to_numpy())
     return {
-        "position": np.column_stack([log_slot, log_slot**2, indicators(groups["position"])]),
+        "position": np.column_stack([log_slot, log_slot**2, stats.indicators(groups["position"])]),
         "log frequency": np.column_stack([log_count, log_count**2, log_count**3]),
-        "word start": indicators(groups["word start"]),
-        "class": indicators(tokens["class"].to_numpy()),
+        "word start": stats.indicators(groups["word start"]),
+        "class": stats.indicators(tokens["class"].to_numpy()),
     }
 
 
@@ -165,7 +149,6 @@ def halt_layers(trace: Trace, width: int) -> np.ndarray:
 class OfWords(Measurement):
     """Base of the measurements that need annotation."""
 
-    share = 0.05
     of_dense = "never"
 
     def check(self, setting: Setting) -> None:
@@ -193,9 +176,7 @@ class ClassHalting:
     """Halting of one class; shares, 0 to 1, "halted" by the layer at `depth` unless it says by layer.
 
     Attributes:
-        name: a class of data/word_classes.yaml, `function` or `all`: see `class_members`.
-        reading: `ours` or `paper`: whose table of classes.
-        tokens, words, sentences: of the class.
+        name: a class of data/word_classes.yaml, `function` or `all`: see `class_members`. reading: `ours` or `paper`: whose table of classes.
         halted: of its tokens, with Wilson's interval clustered by sentence.
         halted_words: of its words, where a word counts by its `first`, its `last`, or `any` token.
         by_layer: halted after this layer or before, of its tokens.
@@ -207,10 +188,10 @@ class ClassHalting:
     tokens: int
     words: int
     sentences: int
-    halted: Share
+    halted: stats.Share
     halted_words: dict[str, float]
     by_layer: list[float]
-    nulls: dict[str, AgainstNull] = field(default_factory=dict)
+    nulls: dict[str, stats.AgainstNull] = field(default_factory=dict)
     over_depth: dict[str, NullOverDepth] = field(default_factory=dict)
 
 
@@ -228,7 +209,6 @@ class WordClassesResult(Result):
 
     Attributes:
         depth, layer: the fraction of the depth, and the layer (from 1) that it is after.
-        counted: what was looked at.
         classes: ours, then the paper's reading.
         model: nested models; empty where all or none have halted at `depth`.
     """
@@ -248,11 +228,7 @@ class WordClassesResult(Result):
         return any((one.name, one.reading) == (name, reading) for one in self.classes)
 
     def of(self, name: str, reading: str = "ours") -> ClassHalting:
-        """The class of that name.
-
-        Raises:
-            ConfigError: no word of the text is of that class.
-        """
+        """The class of that name; raises ConfigError where no word of the text is of it."""
         for one in self.classes:
             if (one.name, one.reading) == (name, reading):
                 return one
@@ -289,38 +265,33 @@ def classes_of(tokens: pd.DataFrame, counted: Counted, n_layers: int, layer: int
     """From `token_frame` with `halt_layer` to the result; `layer` from 0."""
     halted = tokens["halt_layer"].to_numpy()[:, None] <= np.arange(1, n_layers)  # (n, L-1): the last layer halts nobody
     halted = np.concatenate([halted, halted[:, -1:]], axis=1)
-    nulls, found = strata(tokens), []
-    for reading, column in (("ours", "class"), ("paper", "paper_class")):
-        for name, member in class_members(tokens[column].to_numpy()).items():
-            beside = nulls if reading == "ours" and name != "all" else {}
-            found.append(_one_class(name, reading, member, tokens, halted, layer, beside))
+    at_depth, clusters, groups, found = halted[:, layer], tokens["sentence"].to_numpy(), strata(tokens), []
+    readings = {"ours": class_members(tokens["class"].to_numpy()), "paper": class_members(tokens["paper_class"].to_numpy())}
+    for reading, name, member in ((reading, *one) for reading, members in readings.items() for one in members.items()):
+        own, nulls = tokens[member].assign(halted=at_depth[member]), groups if reading == "ours" and name != "all" else {}
+        over_depth = {}
+        for null in ("random", "frequency × position") if nulls else ():
+            mean, spread = stats.expected(halted, member, nulls[null])
+            over_depth[null] = NullOverDepth(
+                mean.tolist(), (mean - stats.Z * spread).tolist(), (mean + stats.Z * spread).tolist()
+            )
+        by_word = {
+            "first": own.loc[own["piece"] == 0, "halted"],
+            "last": own.loc[own["piece"] == own["pieces"] - 1, "halted"],
+            "any": own.groupby("word")["halted"].max(),
+        }
+        found.append(ClassHalting(
+            name, reading, len(own), own["word"].nunique(), own["sentence"].nunique(), stats.wilson(at_depth[member], clusters[member]),
+            {rule: float(values.mean()) for rule, values in by_word.items() if len(values)}, halted[member].mean(0).tolist(),
+            {null: stats.against_null(at_depth, member, stratum, clusters) for null, stratum in nulls.items()}, over_depth,
+        ))  # fmt: skip
     model = []
-    if 0 < halted[:, layer].mean() < 1:
+    if 0 < at_depth.mean() < 1:
         columns = covariates(tokens)
         names = list(columns)
         for terms in (*(names[: i + 1] for i in range(len(names))), ["class"]):
-            model.append(Explained(terms, deviance_explained(halted[:, layer], [columns[name] for name in terms])))
+            model.append(Explained(terms, stats.deviance_explained(at_depth, [columns[name] for name in terms])))
     return WordClassesResult(depth, layer + 1, counted, found, model)
-
-
-def _one_class(
-    name: str, reading: str, member: np.ndarray, tokens: pd.DataFrame, halted: np.ndarray, layer: int, nulls: dict[str, np.ndarray]
-) -> ClassHalting:  # fmt: skip
-    own, at_depth, clusters = tokens[member].assign(halted=halted[member, layer]), halted[:, layer], tokens["sentence"].to_numpy()
-    over_depth: dict[str, NullOverDepth] = {}
-    for null in [name for name in ("random", "frequency × position") if name in nulls]:
-        mean, spread = expected(halted, member, nulls[null])
-        over_depth[null] = NullOverDepth(mean.tolist(), (mean - Z * spread).tolist(), (mean + Z * spread).tolist())
-    by_word = {
-        "first": own.loc[own["piece"] == 0, "halted"],
-        "last": own.loc[own["piece"] == own["pieces"] - 1, "halted"],
-        "any": own.groupby("word")["halted"].max(),
-    }
-    return ClassHalting(
-        name, reading, len(own), own["word"].nunique(), own["sentence"].nunique(), wilson(at_depth[member], clusters[member]),
-        {rule: float(values.mean()) for rule, values in by_word.items() if len(values)}, halted[member].mean(0).tolist(),
-        {null: against_null(at_depth, member, groups, clusters) for null, groups in nulls.items()}, over_depth,
-    )  # fmt: skip
 
 
 # --- what the dense model's signals follow ----------------------------------------------------------------------------------------
@@ -358,7 +329,6 @@ class WordSignalsResult(Result):
     """Signals of the dense model after each layer but the last, which nothing is decided after; classes are ours.
 
     Attributes:
-        counted: what was looked at.
         entropy_nats: of the logit lens, by class (and `function`, `all`).
         attention: None where nothing had halted.
         drift_explained: share of the variance of log relative drift, by the terms of a linear model, added one after the other; `class`
@@ -405,18 +375,15 @@ class WordSignals(OfWords):
         halves = {name: value.half().contiguous() for name, value in seen.items()}
         bench.files[SIGNALS_OF_WORDS] = lambda path: save_file(halves, str(path))
         at = (slice(None), tokens["window"].to_numpy(), tokens["slot"].to_numpy())
-        entropy, drift, received = (
-            seen[name].numpy()[at].astype(float) for name in ("entropy_nats", "drift_relative", "attention_received")
-        )
-        sentence = tokens["sentence"].to_numpy()
-        entropies = {}
+        drift, entropy, received = (array.numpy()[at].astype(float) for array in seen.values())
+        sentence, entropies = tokens["sentence"].to_numpy(), {}
         for name, member in class_members(tokens["class"].to_numpy()).items():
-            mean, error = mean_and_error(entropy[:, member], sentence[member])
+            mean, error = stats.mean_and_error(entropy[:, member], sentence[member])
             entropies[name] = Means(int(member.sum()), mean.tolist(), error.tolist())
         columns = covariates(tokens)
         nested = {name: list(columns.values())[: i + 1] for i, name in enumerate(columns)} | {"class alone": [columns["class"]]}
         log_drift = np.log(np.maximum(drift, 1e-12))
-        explained = {name: [r_squared(one, chosen) for one in log_drift] for name, chosen in nested.items()}
+        explained = {name: [stats.r_squared(one, chosen) for one in log_drift] for name, chosen in nested.items()}
         assert bench.trace is not None  # quality is measured first
         layer = layer_after(self.depth, bench.trace.n_layers)
         halted = halt_layers(bench.trace, width)[at[1], at[2]] <= layer
@@ -467,8 +434,8 @@ class Fused:
     across_sentences: int
     no_word: int
     eligible: int
-    precision: dict[str, Share]
-    nulls: dict[str, dict[str, AgainstNull]]
+    precision: dict[str, stats.Share]
+    nulls: dict[str, dict[str, stats.AgainstNull]]
 
 
 @dataclass(frozen=True)
@@ -476,9 +443,7 @@ class ConstituentsResult(Result):
     """Precision@Fusion.
 
     Attributes:
-        counted: what was looked at.
-        share: of all neighbours that are "closest".
-        closest: by layer of the dense model, the closest neighbours (state distance, L2).
+        closest: by layer of the dense model, the closest neighbours (state distance, L2): `share` of all.
         fused: by layer in which the run fused, the neighbours where two super-tokens were joined.
         grouped: the same layers, all pairs of tokens that were joined, up to eight tokens apart.
     """
@@ -524,10 +489,8 @@ class Constituents(OfWords):
         pairs, every = (neighbours(annotated, windows, width, bench.protocol.window_tokens, far) for far in (1, _FARTHEST))
         distances = observed(bench, windows, width, _distance)["distance"].numpy()  # (L', W, P-1)
         by_layer = distances[:, pairs["window"], pairs["slot"]]
-        closest = []
-        for layer, row in enumerate(by_layer):
-            chosen = row <= sorted(row)[max(0, int(self.closest_share * len(row)) - 1)]
-            closest.append(precision_of(pairs, chosen, layer + 1))
+        last = max(0, int(self.closest_share * len(pairs)) - 1)
+        closest = [precision_of(pairs, row <= sorted(row)[last], layer) for layer, row in enumerate(by_layer, 1)]
         fused, grouped, fused_after = [], [], np.zeros(len(pairs), dtype=np.int64)
         for layer, before, after in _groups(bench.trace):
             chosen = _joined(pairs, before, after)
@@ -626,9 +589,9 @@ def precision_of(pairs: pd.DataFrame, chosen: np.ndarray, layer: int) -> Fused:
     precision, nulls = {}, {}
     if member.any():
         tags, apart = (rest[name].astype("category").cat.codes.to_numpy().astype(int) for name in ("tags", "words_apart"))
-        groups = {"random": apart * 0, "words apart": apart, "same tags": crossed(apart, tags)}
+        groups = {"random": apart * 0, "words apart": apart, "same tags": stats.crossed(apart, tags)}
         for name, values in inside(rest).items():
-            precision[name] = wilson(values[member], sentence[member])
-            nulls[name] = {null: against_null(values, member, group, sentence) for null, group in groups.items()}
+            precision[name] = stats.wilson(values[member], sentence[member])
+            nulls[name] = {null: stats.against_null(values, member, group, sentence) for null, group in groups.items()}
     within, across, nowhere = (int(kind.get(name, 0)) for name in ("within word", "across sentences", "no word"))
     return Fused(layer, int(chosen.sum()), within, across, nowhere, int(member.sum()), precision, nulls)

@@ -6,8 +6,17 @@ import tiny
 import torch
 
 from quicksilver.measure.bench import Bench
-from quicksilver.measure.bounds import INEQUALITIES, Bounds, _one, _Window
-from quicksilver.measure.lenses import BY_ENTROPY, LOGIT_LENS, ROUNDED, Lenses, correlation
+from quicksilver.measure.dense_states import (
+    BY_ENTROPY,
+    INEQUALITIES,
+    LOGIT_LENS,
+    ROUNDED,
+    Bounds,
+    Lenses,
+    _one,
+    _Window,
+    correlation,
+)
 from quicksilver.measure.perplexity import Protocol
 from quicksilver.runtime import ConfigError, architecture_of
 from quicksilver.runtime.quantized.codes import quantize_dequantize

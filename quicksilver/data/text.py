@@ -10,11 +10,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from quicksilver.data.annotation import Annotation
+from quicksilver.data.annotation import Annotation, read_treebank
 from quicksilver.data.made_here import far_context, python_docs, python_source
 from quicksilver.data.sources import below, from_hub, json_lines, kind_of
 from quicksilver.data.spec import ANNOTATED, DatasetConfig, FarContext, Part
-from quicksilver.data.treebank import read_treebank
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.reading import read_bytes
 
@@ -84,7 +83,7 @@ def read_text(config: DatasetConfig, part: Part = "test", *, root: Path | None =
 
 def _tagged(config: DatasetConfig, part: Part, root: Path | None, cache: Path | None) -> Text:
     """A text of lines with tags that are not gold; what calibrates needs none."""
-    from quicksilver.data.tagging import tag_text
+    from quicksilver.data.annotation import tag_text
 
     plain = read_text(replace(config, reader="lines", tagger=None), part, root=root, cache=cache)
     if part == "calibration":

@@ -9,12 +9,10 @@ from harness_world import make_treebank
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quicksilver.data import tagging
-from quicksilver.data.annotation import CLASSES, align, classes, table
+from quicksilver.data import annotation
+from quicksilver.data.annotation import CLASSES, align, classes, joined, joints, read_treebank, sentences, table, tag_text, trees
 from quicksilver.data.spec import DatasetConfig, FilesConfig, TaggerConfig
-from quicksilver.data.tagging import tag_text
 from quicksilver.data.text import read_text
-from quicksilver.data.treebank import joined, joints, read_treebank, sentences, trees
 from quicksilver.runs.config import compose
 from quicksilver.runtime.errors import ConfigError
 
@@ -207,7 +205,7 @@ def test_marks_that_only_wikitext_has_are_no_content_words(config):
 
 def test_tags_are_kept_and_another_tagger_is_asked_anew(config, tmp_path, monkeypatch):
     first = tag_text(TEXT, config, None, tmp_path)
-    monkeypatch.setattr(tagging, "_Perceptron", lambda train: (_ for _ in ()).throw(RuntimeError))
+    monkeypatch.setattr(annotation, "_Perceptron", lambda train: (_ for _ in ()).throw(RuntimeError))
     again = tag_text(TEXT, config, None, tmp_path)
     assert (again[0].digest, again[1]) == (first[0].digest, first[1])
     with pytest.raises(RuntimeError):
@@ -236,8 +234,8 @@ def test_a_spacy_model_is_given_the_words_as_they_are(config, monkeypatch):
             for one in sentences:
                 yield [("VBZ", True) if word == "saw" else ("NN", False) for word in one]
 
-    monkeypatch.setattr(tagging, "find_spec", lambda name: name in ("spacy", "en_core_web_sm"))
-    monkeypatch.setattr(tagging, "_Spacy", Fake)
+    monkeypatch.setattr(annotation, "find_spec", lambda name: name in ("spacy", "en_core_web_sm"))
+    monkeypatch.setattr(annotation, "_Spacy", Fake)
     note, said = tag_text(TEXT, replace(config, name="auto"), None, None)
     assert np.unique(classes(note)[note.tag == "VBZ"]).tolist() == ["auxiliary"]
     assert said.startswith("tagged by spaCy's fake 1: ")

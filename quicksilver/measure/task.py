@@ -98,8 +98,7 @@ class Task(Measurement):
         import pandas as pd
         import torch
 
-        from quicksilver.data.scores import load_metric, scored
-        from quicksilver.data.tasks import REGRESSION
+        from quicksilver.data.tasks import REGRESSION, load_metric, scored
 
         if bench.examples is None:
             raise ConfigError("measure=task needs labelled examples and the dataset has none: take a task, such as dataset=sst2.")

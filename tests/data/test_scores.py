@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from quicksilver.data.scores import METRICS, accuracy, f1, f1_macro, load_metric, matthews, pearson, scored, spearman
+from quicksilver.data.tasks import METRICS, accuracy, f1, f1_macro, load_metric, matthews, pearson, scored, spearman
 from quicksilver.runtime.errors import ConfigError
 
 

@@ -122,8 +122,7 @@ def broadcast_from_rank0(answer: int) -> int:
     import torch
     from torch import distributed
 
-    on = "cuda" if distributed.get_backend() == "nccl" else "cpu"
-    said = torch.tensor([int(answer)], device=on)
+    said = torch.tensor([int(answer)], device="cuda" if distributed.get_backend() == "nccl" else "cpu")
     distributed.broadcast(said, src=0)
     return int(said)
 
@@ -138,9 +137,7 @@ def check_plan(config: Any, size: int) -> None:
 
     name = getattr(config, "model_type", type(config).__name__)
     if not getattr(config, "base_model_tp_plan", None):
-        raise UnsupportedModelError(
-            f"{name}: transformers has no plan for tensor parallelism of this family (base_model_tp_plan): spread its layers over the devices "
-            "instead (model.device_map=auto)."
-        )
+        without = "transformers has no plan for tensor parallelism of this family (base_model_tp_plan)"
+        raise UnsupportedModelError(f"{name}: {without}: spread its layers over the devices instead (model.device_map=auto).")
     heads = config.num_attention_heads
     check_heads(name, heads, getattr(config, "num_key_value_heads", None) or heads, size)

@@ -170,14 +170,11 @@ class AnnotatedTokens:
 
 
 def align(annotation: Annotation, ids: np.ndarray, offsets: np.ndarray, taken: np.ndarray) -> AnnotatedTokens:
-    """Align the tokens of a text with its words.
+    """Align the tokens of a text with its words. Raises ConfigError: a word that no token touches; names it.
 
     Args:
         ids: (T,) token ids of the whole text; offsets: (T, 2), the characters that each takes up, end exclusive.
         taken: (W, N) int, which tokens of the text the windows hold.
-
-    Raises:
-        ConfigError: a word that no token touches; names it.
     """
     start, end = annotation.start, annotation.end
     first = np.searchsorted(end, offsets[:, 0], side="right")  # first word that ends behind the token's beginning
@@ -234,11 +231,8 @@ class Sentence:
 
 
 def sentences(content: str, source: str) -> list[Sentence]:
-    """All sentences of a file; `source` is its name, for messages.
-
-    Raises:
-        ConfigError: a line that is no CoNLL-U, a sentence without text, or words that are not in its text; names the first place.
-    """
+    """All sentences of a file; `source` is its name, for messages. Raises ConfigError: a line that is no CoNLL-U, a sentence
+    without text, or words that are not in its text; names the first place."""
     numbered = enumerate((line.rstrip("\r") for line in content.split("\n")), 1)
     blocks = [list(lines) for blank, lines in groupby(numbered, lambda one: not one[1].strip()) if not blank]
     found = [_sentence(lines, source) for lines in blocks if any(not line.startswith("#") for _, line in lines)]
@@ -313,11 +307,8 @@ class Tree(NamedTuple):
 
 
 def trees(content: str, source: str) -> list[Tree]:
-    """The bracketings of a file, in their order. A label is the part before `-` and `=` (function tags): NP of NP-SBJ.
-
-    Raises:
-        ConfigError: brackets that do not close, or a word outside of all brackets; names the tree.
-    """
+    """The bracketings of a file, in their order. A label is the part before `-` and `=` (function tags): NP of NP-SBJ. Raises
+    ConfigError: brackets that do not close, or a word outside of all brackets; names the tree."""
     found = [Tree([], {})]  # the last one is open
     stack: list[tuple[str, int, list[int]]] = []  # label, first leaf, first leaves of the children but the first child
     for match in _BRACKET_OR_WORD.finditer(content):
@@ -348,12 +339,8 @@ def trees(content: str, source: str) -> list[Tree]:
 
 
 def joints(tree: Tree, words: Sequence[str], place: str) -> list[tuple[str, int]]:
-    """Of every word of a sentence, label and number of words of the smallest constituent that holds it and the next word; ("", 0) of the
-    last one. `place` is for messages.
-
-    Raises:
-        ConfigError: a tree that does not cover its words.
-    """
+    """Of every word of a sentence, label and number of words of the smallest constituent that holds it and the next word; ("", 0)
+    of the last one. `place` is for messages. Raises ConfigError: a tree that does not cover its words."""
     plain = partial(re.sub, "|".join(_ESCAPED), lambda found: _ESCAPED[found[0]])
     for number, (leaf, word) in enumerate(zip_longest(tree.leaves, words), 1):
         if leaf is None or word is None or plain(leaf) != plain(word):
@@ -368,16 +355,9 @@ _DOCUMENT = re.compile(r"\s*\* (\S+)")
 
 
 def read_treebank(path: Path, part: Part, tagset: str) -> tuple[str, Annotation]:
-    """Text and annotation of a treebank.
-
-    Args:
-        path: a CoNLL-U file, or a folder with `dep/*.conllu`, `const/*.ptb` and `splits.md` (GUM).
-        part: of a folder, its documents for testing or for calibration; a file is one part.
-        tagset: `penn`, the treebank's own tags, or `upos`, the universal ones.
-
-    Raises:
-        ConfigError: a missing file, annotation that does not align with its text or with its tree, an unknown tag; names the first place.
-    """
+    """Text and annotation of a treebank: a CoNLL-U file, which is one part, or a folder with `dep/*.conllu`, `const/*.ptb` and
+    `splits.md` (GUM). `tagset` is `penn`, the treebank's own tags, or `upos`, the universal ones. Raises ConfigError: a missing
+    file, annotation that does not align with its text or with its tree, an unknown tag; names the first place."""
     found = _of_folder(path, part) if path.is_dir() else sentences(_content(path), path.name)
     return joined(found, tagset)
 
@@ -447,15 +427,9 @@ Tagged = list[tuple[str, bool]]  # Penn tag, and whether it is an auxiliary, by 
 
 
 def tag_text(text: str, config: TaggerConfig, root: Path | None, cache: Path | None) -> tuple[Annotation, str]:
-    """Annotation of a text whose words are parted by white space (WikiText), and the sentence that says whose tags these are.
-
-    Args:
-        root: data.root, where the treebanks of `config` lie.
-        cache: folder that keeps the tags, as training and tagging take a minute.
-
-    Raises:
-        ConfigError: no tagger that was asked for, a missing treebank, a text without words.
-    """
+    """Annotation of a text whose words are parted by white space (WikiText), and the sentence that says whose tags these are. The
+    treebanks of `config` lie in `root`; `cache` keeps the tags, as training and tagging take a minute. Raises ConfigError: no
+    tagger that was asked for, a missing treebank, a text without words."""
     words = [match.span() for match in _WORD.finditer(text)]
     if not words:
         raise ConfigError("the text has no word to be tagged.")

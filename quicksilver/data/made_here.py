@@ -47,11 +47,8 @@ PACKAGES: dict[Part, tuple[str, ...]] = {
 
 
 def python_source(part: Part) -> str:
-    """The files of one part, each whole; a package is wholly in one part.
-
-    Raises:
-        FileNotFoundError: this Python carries no source of its library.
-    """
+    """The files of one part, each whole; a package is wholly in one part. Raises FileNotFoundError: this Python carries no source
+    of its library."""
     return "\n\n".join(path.read_text(encoding="utf-8").strip() for path in source_files(part))
 
 

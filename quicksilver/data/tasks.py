@@ -57,14 +57,8 @@ class TaskExamples:
 
 def read_task(config: DatasetConfig, part: Part = "test", *, root: Path | None = None, cache: Path | None = None) -> TaskExamples:
     """The labelled examples of a task: the validation split (`test`), or those that are fitted and calibrated on (`calibration`).
-
-    Args:
-        root: data.root, where relative files lie.
-        cache: folder that keeps what was streamed from the hub.
-
-    Raises:
-        ConfigError: no task, no such file, a hub that cannot be reached, a row that the template or the labels do not fit.
-    """
+    Relative files lie in `root`; `cache` keeps what was streamed from the hub. Raises ConfigError: no task, no such file, a hub
+    that cannot be reached, a row that the template or the labels do not fit."""
     task = config.task
     if task is None:
         raise ConfigError(f"dataset={config.name} has no labelled examples: take a task, such as dataset=sst2.")
@@ -95,11 +89,8 @@ def answer(one: Example) -> str:
 
 
 def example(task: TaskConfig, row: Mapping[str, Any], number: int) -> Example:
-    """A row as an example.
-
-    Raises:
-        ConfigError: a field that the row lacks, an empty text, a label that is none, or outside `task.labels`.
-    """
+    """A row as an example. Raises ConfigError: a field that the row lacks, an empty text, a label that is none, or outside
+    `task.labels`."""
     row = {**row, **row["target"]} if isinstance(row.get("target"), Mapping) else row
     plain = {name: value.strip() if isinstance(value, str) else value for name, value in row.items()}
     fields = {name: task.rename.get(name, {}).get(str(row[name]), value) for name, value in plain.items()}
@@ -220,11 +211,8 @@ def _rows(
 
 
 def _file_rows(path: Path, columns: list[str]) -> Iterator[dict[str, Any]]:
-    """Rows of a tsv file (with a header, or `columns`) or of a jsonl file.
-
-    Raises:
-        ConfigError: a file that cannot be read, a line that is no row.
-    """
+    """Rows of a tsv file (with a header, or `columns`) or of a jsonl file. Raises ConfigError: a file that cannot be read, a line
+    that is no row."""
     try:
         content = read_bytes(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -310,13 +298,8 @@ def metric(names: Sequence[str]) -> tuple[str, Metric]:
 
 
 def scored(names: Sequence[str], gold: ArrayLike, predicted: ArrayLike, groups: Sequence[str] = ()) -> dict[str, float]:
-    """All numbers of some metrics by name, the task's own score first.
-
-    Args:
-        names: of `METRICS`.
-        gold, predicted: (E,) class numbers, or values of a regression.
-        groups: (E,) what is judged together: `multirc` adds the share of groups in which all is right.
-    """
+    """All numbers of some metrics by name, the task's own score first, of (E,) class numbers or values of a regression. `groups`,
+    (E,), are judged together: `multirc` adds the share of groups in which all is right."""
     y, z = np.asarray(gold, dtype=np.float64), np.asarray(predicted, dtype=np.float64)
     found = {key: float(of(y, z)) for name in names for key, of in METRICS[name].items()}
     if "multirc" in names:
@@ -325,14 +308,10 @@ def scored(names: Sequence[str], gold: ArrayLike, predicted: ArrayLike, groups: 
 
 
 def load_metric(metric: str) -> Callable[[Sequence[float], Sequence[float]], dict[str, float]]:
-    """A metric, to be given gold and predicted: (E,) class numbers, or values of a regression. It gives its numbers by name.
-
-    Args:
-        metric: path of a metric script; or a name of the hub, with its configuration behind a slash: `accuracy`, `glue/sst2`.
-
-    Raises:
-        ConfigError: `evaluate` is not installed, or the metric cannot be had; when called: it refuses the answers.
-    """
+    """A metric of `evaluate`, to be given gold and predicted, (E,) class numbers or values of a regression; it gives its numbers
+    by name. `metric` is the path of a metric script, or a name of the hub with its configuration behind a slash: `accuracy`,
+    `glue/sst2`. Raises ConfigError: `evaluate` is not installed, or the metric cannot be had; when called: it refuses the
+    answers."""
     asked = f"measure.task.evaluate={metric}"
     try:
         import evaluate

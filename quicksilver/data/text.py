@@ -41,16 +41,9 @@ class Text:
 
 
 def read_text(config: DatasetConfig, part: Part = "test", *, root: Path | None = None, cache: Path | None = None) -> Text:
-    """Read one part of a dataset: local files where they are, else the hub.
-
-    Args:
-        root: data.root, where relative files lie.
-        cache: folder that keeps what was streamed, so that a resumed run reads the same text without the network.
-
-    Raises:
-        ConfigError: no such part, a missing, empty or binary file, a hub that cannot be reached. The message names the offline
-            choices.
-    """
+    """Read one part of a dataset: local files where they are, else the hub. Relative files lie in `root`; `cache` keeps what was
+    streamed, so that a resumed run reads the same text without the network. Raises ConfigError: no such part, a missing, empty or
+    binary file, a hub that cannot be reached; the message names the offline choices."""
     if config.reader == "pydoc":
         if config.files.test or config.files.calibration or config.hub.id:
             raise ConfigError("dataset.files and dataset.hub have no effect on python-docs, CPython's own: use dataset=file.")

@@ -103,10 +103,7 @@ def encode(
     text: str, tokenizer: Any, window_tokens: int, limit: int | None = None, annotation: Annotation | None = None
 ) -> Windows:
     """Tokenise without special tokens and cut into windows; at most `limit`, spread evenly so that the whole text is represented.
-
-    Raises:
-        ConfigError: the text is shorter than one window; annotation that does not align with it.
-    """
+    Raises ConfigError: the text is shorter than one window; annotation that does not align with it."""
     # verbose=False: transformers warns that the text is longer than the model's context. It is cut here.
     options = {"return_offsets_mapping": annotation is not None, "return_attention_mask": False, "verbose": False}
     try:
@@ -140,11 +137,8 @@ def check_context(model: Any, window_tokens: int) -> None:
 
 
 def windows_of(ids: torch.Tensor | Sequence[int], window_tokens: int) -> torch.Tensor:
-    """Cut a token stream, ids (T,), into disjoint windows (W, window_tokens) long, in order; what is left over at its end is not used.
-
-    Raises:
-        ConfigError: the text is shorter than one window.
-    """
+    """Cut a token stream, ids (T,), into disjoint windows (W, window_tokens) long, in order; what is left over at its end is not
+    used. Raises ConfigError: the text is shorter than one window."""
     ids = torch.as_tensor(ids, dtype=torch.long)
     count = len(ids) // window_tokens
     if count == 0:

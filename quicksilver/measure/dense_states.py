@@ -246,11 +246,7 @@ class BoundsResult(Result):
         return "bounds hold at least: " + ", ".join(f"{name} {100 * min(share):.0f}%" for name, share in shares.items())
 
     def of(self, inequality: str, constants: str, layer: int) -> Held:
-        """The inequality of that name and layer.
-
-        Raises:
-            ConfigError: it was not asked for.
-        """
+        """The inequality of that name and layer. Raises ConfigError: it was not asked for."""
         for one in self.held:
             if (one.inequality, one.constants, one.layer) == (inequality, constants, layer):
                 return one

@@ -100,13 +100,8 @@ def deployment(
     ways: Mapping[str, Callable[[], Served]], warmup: int, repeats: int, device: str | torch.device = "cpu"
 ) -> tuple[dict[str, list[Served]], Alternation]:
     """Serve the same request in several ways, in turns, each a `serve` of its own model; the first is also the control (A/A).
-
-    Returns:
-        The requests of each way, one a round, and the time per token of each round as an alternation, for ratios and the noise floor.
-
-    Raises:
-        ConfigError: fewer than 3 repeats.
-    """
+    Gives the requests of each way, one a round, and the time per token of each round as an alternation, for ratios and the noise
+    floor. Raises ConfigError: fewer than 3 repeats."""
     served: dict[str, list[Served]] = {name: [] for name in ways}
     steps: dict[str, Step] = {name: lambda name=name, way=way: served[name].append(way()) for name, way in ways.items()}  # type: ignore[misc]
     times = alternate(steps, warmup, repeats, device)

@@ -175,13 +175,10 @@ class TokenEnergy:
 def energy(
     works: Mapping[str, Callable[[], object]], tokens_per_call: int, meter: CodeCarbonMeter, *, window_s: float, rounds: int
 ) -> tuple[dict[str, TokenEnergy], dict[str, Any]]:
-    """Measure `works` and rest in turns: rest, A, B, rest, A, B … `window_s` and `rounds` are options of `Energy`.
+    """Measure `works` and rest in turns: rest, A, B, rest, A, B … Each work processes `tokens_per_call` tokens and is repeated
+    until its window is full; `window_s` and `rounds` are options of `Energy`.
 
-    Args:
-        works: callables by name, each of which processes `tokens_per_call` tokens; they are repeated until their window is full.
-
-    Returns:
-        Energy by name, and how it was measured: method, whether there was a counter, grid factor, watts at rest.
+    Gives energy by name, and how it was measured: method, whether there was a counter, grid factor, watts at rest.
     """
     load = os.getloadavg()[0]
     for work in works.values():

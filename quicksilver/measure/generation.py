@@ -161,14 +161,8 @@ def continued(
     model: Any, prompts: torch.Tensor, new_tokens: int, noise: Sequence[torch.Generator] | None = None, temperature: float = 1.0,
     ends: Sequence[int] = (),
 ) -> list[list[int]]:  # fmt: skip
-    """At most `new_tokens` tokens after each of prompts (P, N), up to the first of `ends`, which is not among them.
-
-    Args:
-        noise: one generator a prompt, of the draws; None: the likeliest token.
-
-    Raises:
-        QuickSilverError: logits that are not finite.
-    """
+    """At most `new_tokens` tokens after each of prompts (P, N), up to the first of `ends`, which is not among them. `noise` is
+    one generator a prompt, of the draws; None: the likeliest token. Raises QuickSilverError: logits that are not finite."""
     import torch
 
     given, cache = prompts, None

@@ -126,14 +126,10 @@ class _Watch(TokenPolicy):
 
 @torch.no_grad()
 def observed(bench: Bench, windows: int, width: int, look: Look, *, attention: bool = False) -> dict[str, torch.Tensor]:
-    """What `look` says of the first `windows` windows in the dense model, each as a prompt of `width` tokens.
+    """What `look` says of the first `windows` windows in the dense model, each as a prompt of `width` tokens: from a view to
+    arrays (B, …) by name, the same names and shapes in every layer. `attention`: it asks for attention received.
 
-    Args:
-        look: from a view to arrays (B, …) by name, the same names and shapes in every layer it says them in.
-        attention: whether `look` asks for attention received.
-
-    Returns:
-        By name (L', W, …) on the CPU, L' the layers that are asked: all but the last, which nothing is decided after.
+    Gives by name (L', W, …) on the CPU, L' the layers that are asked: all but the last, which nothing is decided after.
     """
     batches: list[dict[str, torch.Tensor]] = []  # (L', B, …)
     model = shared_weight_copy(bench.model)

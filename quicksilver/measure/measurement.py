@@ -42,11 +42,8 @@ class Mistyped(ValueError):
 
 
 def decoded(cls: type[T], content: Any, where: str = "") -> T:
-    """`content`, as json gives it, as a dataclass. Further keys are left alone.
-
-    Raises:
-        Mistyped: a value of another type, one that is not finite, or one that is missing.
-    """
+    """`content`, as json gives it, as a dataclass. Further keys are left alone. Raises Mistyped: a value of another type, one
+    that is not finite, or one that is missing."""
     if not isinstance(content, Mapping):
         raise Mistyped.at(where or cls.__name__, content, "an object")
     of: Any = cls
@@ -155,11 +152,7 @@ class Result:
 
     @classmethod
     def from_json(cls, content: Any) -> Self:
-        """From what `to_json` gave.
-
-        Raises:
-            Mistyped: it is not what the fields say.
-        """
+        """From what `to_json` gave. Raises Mistyped: it is not what the fields say."""
         return decoded(cls, content)
 
 

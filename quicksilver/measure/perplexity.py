@@ -91,10 +91,8 @@ class Protocol(Options):
 
 
 def check_allowed(modules: Sequence[RuntimeModule], protocol: Protocol, names: Sequence[str] = ()) -> None:
-    """Refuse modules that look ahead where every position is scored (docs/design.md §3).
-
-    Args:
-        names: what the modules are called; none: by their classes.
+    """Refuse modules that look ahead where every position is scored (docs/design.md §3). `names` is what they are called; none:
+    by their classes.
 
     Raises:
         ConfigError: a module that is neither causal nor marked `lookahead`, under `all`.

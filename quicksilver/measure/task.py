@@ -133,11 +133,8 @@ class Task(Measurement):
 
 
 def encode(examples: Sequence[Example], tokenizer: Any, context_tokens: int) -> list[Encoded]:
-    """Examples in tokens; a prompt that leaves no room for its choices is cut on the left.
-
-    Raises:
-        ConfigError: a choice without a token, two choices of the same tokens, a choice as long as the context.
-    """
+    """Examples in tokens; a prompt that leaves no room for its choices is cut on the left. Raises ConfigError: a choice without a
+    token, two choices of the same tokens, a choice as long as the context."""
 
     @functools.cache
     def ids(text: str) -> tuple[int, ...]:
@@ -171,11 +168,8 @@ def batches(encoded: Sequence[Encoded], size: int) -> Iterator[list[Encoded]]:
 
 
 def label_classes(model: Any, task: TaskConfig) -> list[int] | None:
-    """Class of a classifier's head for each of the task's labels, in their order; None: a model that answers by words.
-
-    Raises:
-        ConfigError: a head of another number of labels, labels that it does not have, a task that chooses among texts.
-    """
+    """Class of a classifier's head for each of the task's labels, in their order; None: a model that answers by words. Raises
+    ConfigError: a head of another number of labels, labels that it does not have, a task that chooses among texts."""
     head = classification_head(model)
     if head is None:
         return None

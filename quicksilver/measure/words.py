@@ -64,14 +64,12 @@ def decided_tokens(bench: Bench) -> int:
 
 
 def token_frame(bench: Bench, windows: int | None = None) -> tuple[pd.DataFrame, Counted]:
-    """One row a token that belongs to a word, in order of windows and slots; of the first `windows`, or of all.
+    """One row a token that belongs to a word, in order of windows and slots; of the first `windows`, or of all. Raises
+    ConfigError: windows without annotation.
 
     Columns: `window`, `slot`, `token_id`, `word` and `sentence` (numbers in the text), `piece` and `pieces` (number of the token in its
     word, and how many that has), `occurrences` (of the token in the whole text), `tag`, `class`, `paper_class`; of the smallest constituent that
     holds its word and the next one, `joint_label` and `joint_words` (0: there is none).
-
-    Raises:
-        ConfigError: windows without annotation.
     """
     from quicksilver.data.annotation import classes
 

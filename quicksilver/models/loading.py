@@ -32,13 +32,11 @@ def is_classifier(folder: Path) -> bool:
 
 
 def as_causal(name: str, classifier: Any) -> Any:
-    """The causal language model around the classifier's decoder, with its head of labels beside the head of words.
+    """The causal language model around the classifier's decoder, with its head of labels beside the head of words. Raises
+    ConfigError: no decoder with a `score` head, or a head of words that was not tied to the embedding and is gone.
 
     The head of words is the embedding, as in the model that the classifier was made of; nobody trained it with this decoder, so that a
     perplexity under it is only as good as fine-tuning left it.
-
-    Raises:
-        ConfigError: no decoder with a `score` head, or a head of words that was not tied to the embedding and is gone.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -105,14 +103,8 @@ class Loaded:
 
 
 def locate(config: ModelConfig, root: Path | None = None) -> ModelFiles:
-    """The folder with a model's files, fetched from the hub where that is needed.
-
-    Args:
-        root: data.root.
-
-    Raises:
-        ConfigError: nothing there, an incomplete folder, a hub that cannot be reached. The message names the offline choices.
-    """
+    """The folder with a model's files, below `root` (data.root) for `data:`, fetched from the hub where that is needed. Raises
+    ConfigError: nothing there, an incomplete folder, a hub that cannot be reached. The message names the offline choices."""
     kind, _, name = config.path.partition(":")
     what = f"model={config.name}"
     if kind == "embedded":
@@ -231,13 +223,11 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 def weights_digest(folder: Path, remembered: MutableMapping[str, str] | None = None) -> str:
     """sha256 over the names and contents of everything that decides what the model answers: weights, architecture, tokenizer.
+    Raises ConfigError: a file of the hub's cache is not what the hub publishes.
 
-    Args:
-        remembered: digests of files by path, size, inode and both times of change; read and added to, so that gigabytes are read once.
-            The time of last status change and the inode tell a replaced file whose size and modification time were kept (cp -p, rsync -t).
-
-    Raises:
-        ConfigError: a file of the hub's cache is not what the hub publishes.
+    `remembered` has digests of files by path, size, inode and both times of change; it is read and added to, so that gigabytes
+    are read once. The time of last status change and the inode tell a replaced file whose size and modification time were kept
+    (cp -p, rsync -t).
     """
     remembered = {} if remembered is None else remembered
     whole = hashlib.sha256()
@@ -384,11 +374,8 @@ def _check_device(config: ModelConfig) -> None:
 
 def check_fits(config: ModelConfig, folder: Path) -> None:
     """Refuse, before anything is loaded, a model that this machine does not hold, or whose parts its processes cannot share.
-
-    Raises:
-        ConfigError: a device that is not there, more weights than memory and disk hold.
-        UnsupportedModelError: see `parallel.cut`.
-    """
+    Raises ConfigError: a device that is not there, more weights than memory and disk hold. Raises UnsupportedModelError: see
+    `parallel.cut`."""
     _check_device(config)
     if config.parallel:
         cut(folder, config.parallel)
@@ -410,11 +397,7 @@ def _needed_bytes(config: ModelConfig, folder: Path) -> int:
 
 
 def _placement(config: ModelConfig, folder: Path) -> dict[str, Any]:
-    """Where the weights go, as arguments of `from_pretrained`.
-
-    Raises:
-        ConfigError: they fit nowhere.
-    """
+    """Where the weights go, as arguments of `from_pretrained`. Raises ConfigError: they fit nowhere."""
     import torch
 
     needed = _needed_bytes(config, folder)

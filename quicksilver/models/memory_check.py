@@ -15,14 +15,8 @@ from quicksilver.runtime.errors import ConfigError
 
 
 def check_room(weights_bytes: int, name: str, folder: Path | None = None) -> None:
-    """Refuse a model that this machine does not hold.
-
-    Args:
-        folder: on the disk that takes what memory and GPUs do not; None: it is to lie in the machine's memory as a whole.
-
-    Raises:
-        ConfigError: says how large it is, what there is, and what to do.
-    """
+    """Refuse a model that this machine does not hold: in memory as a whole, or with `folder`, on the disk that takes what memory
+    and GPUs do not. Raises ConfigError: says how large it is, what there is, and what to do."""
     needs = f"model={name}: its weights are {gibibytes(weights_bytes)}"
     memory = host_memory_bytes() if folder is None else memory_bytes()
     has = f"this machine has {gibibytes(memory)} of memory"

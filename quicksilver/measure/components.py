@@ -17,11 +17,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from quicksilver.measure.latency import Alternation, LatencySamples, Step, alternate, shared_weight_copy
-from quicksilver.measure.measurement import Measurement, Quartiles, Result
-from quicksilver.runtime.options import Count, at_least
+from quicksilver.measure.latency import Alternation, InTurns, LatencySamples, Rounds, Step, alternate, shared_weight_copy
+from quicksilver.measure.measurement import Quartiles, Result
 
 if TYPE_CHECKING:
     import torch
@@ -83,12 +82,9 @@ class SectionClock:
     def _mark(self) -> None:
         import torch
 
-        now: Any
+        now: Any = torch.cuda.Event(enable_timing=True) if self._on_gpu else time.perf_counter()
         if self._on_gpu:
-            now = torch.cuda.Event(enable_timing=True)
             now.record()
-        else:
-            now = time.perf_counter()
         self._marks.append((self._open[-1] if self._open else None, now))
 
     def times_ms(self) -> dict[Section, float]:
@@ -275,19 +271,12 @@ class ComponentsResult(Result):
 
 
 @dataclass
-class Components(Measurement):
-    """Take one batch apart.
+class Components(InTurns):
+    """Take one batch apart (App. J: 10 untimed rounds, 50 timed ones)."""
 
-    Args:
-        warmup: untimed rounds (App. J: 10).
-        repeats: timed rounds, at least 3 (App. J: 50).
-    """
-
-    warmup: Count = 1
-    repeats: Annotated[int, at_least(3)] = 5
+    repeats: Rounds = 5
 
     share = 0.07
-    timed = True
 
     def run(self, bench: Bench) -> ComponentsResult:
         from quicksilver.measure.bench import Side

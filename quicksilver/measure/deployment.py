@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from quicksilver.measure.latency import Alternation, LatencySamples, Step, alternate, time_saved
-from quicksilver.measure.measurement import Measurement, Quartiles, Result, Setting, Spread
+from quicksilver.measure.latency import Alternation, InTurns, LatencySamples, Rounds, Step, alternate, time_saved
+from quicksilver.measure.measurement import Quartiles, Result, Setting, Spread
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.options import Count, at_least, check_positive
+from quicksilver.runtime.options import at_least, check_positive
 
 if TYPE_CHECKING:
     import torch
@@ -183,24 +183,20 @@ class DeploymentResult(Result):
 
 
 @dataclass
-class Deployment(Measurement):
+class Deployment(InTurns):
     """Serve the beginning of the first window, greedily.
 
     Args:
         prompt_tokens, new_tokens: lengths of prompt and answer.
         budget_ms: for a token (App. J: 50).
-        warmup: untimed rounds.
-        repeats: timed rounds, at least 3.
     """
 
     prompt_tokens: Annotated[int, at_least(2)] = 256
     new_tokens: Annotated[int, at_least(2)] = 64
     budget_ms: Annotated[float, check_positive] = 50.0
-    warmup: Count = 1
-    repeats: Annotated[int, at_least(3)] = 5
+    repeats: Rounds = 5
 
     share = 0.05
-    timed = True
 
     def check(self, setting: Setting) -> None:
         setting.check_prompt(self.prompt_tokens)

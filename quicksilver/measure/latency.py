@@ -33,6 +33,7 @@ BUSY = 0.5  # load average beyond what threads of our own explain
 CLOCK_GAP_S = 0.1  # and a thousandth of the time that passed: more than a clock is adjusted by while it runs
 
 Step = Callable[[], object]
+Rounds = Annotated[int, at_least(MIN_REPEATS)]
 
 
 def _quartiles(values: Sequence[float]) -> Quartiles:
@@ -298,7 +299,7 @@ class InTurns(Measurement):
     """
 
     warmup: Count = 1
-    repeats: Annotated[int, at_least(MIN_REPEATS)] = 3
+    repeats: Rounds = 3
 
     share = 0.18
     timed = True

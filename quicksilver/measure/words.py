@@ -80,25 +80,19 @@ def token_frame(bench: Bench, windows: int | None = None) -> tuple[pd.DataFrame,
     shown = (slice(windows), slice(decided_tokens(bench)))
     word, length = annotated.word[shown], annotated.sentence_tokens[shown]
     belongs, long = word >= 0, length > bench.protocol.window_tokens
-    sentence, kept = np.where(belongs, note.sentence[word], -1), belongs & ~long
+    kept = belongs & ~long
     window, slot = np.nonzero(kept)
     mine = word[kept]
-    frame = pd.DataFrame(
-        {
-            "window": window, "slot": slot, "token_id": ids[window, slot], "word": mine, "sentence": sentence[kept],
-            "piece": annotated.piece[shown][kept], "pieces": annotated.pieces[shown][kept],
-            "occurrences": annotated.occurrences[shown][kept], "tag": note.tag[mine], "class": classes(note)[mine],
-            "paper_class": classes(note, "paper")[mine], "joint_label": note.joint_label[mine], "joint_words": note.joint_words[mine],
-        }
-    )  # fmt: skip
-    there = frame.groupby("sentence").size()
-    whole = pd.Series(length[kept], index=sentence[kept]).groupby(level=0).first()
-    first = frame[frame["piece"] == 0]
-    counted = Counted(
-        len(frame), frame["word"].nunique(), len(there), int((there < whole).sum()), len(np.unique(sentence[belongs & long])),
-        float((annotated.touched[shown][kept] > 1).mean()), float((first["pieces"] > 1).mean()),
-    )  # fmt: skip
-    return frame, counted
+    frame = pd.DataFrame({
+        "window": window, "slot": slot, "token_id": ids[window, slot], "word": mine, "sentence": note.sentence[mine],
+        "piece": annotated.piece[shown][kept], "pieces": annotated.pieces[shown][kept],
+        "occurrences": annotated.occurrences[shown][kept], "tag": note.tag[mine], "class": classes(note)[mine],
+        "paper_class": classes(note, "paper")[mine], "joint_label": note.joint_label[mine], "joint_words": note.joint_words[mine],
+    })  # fmt: skip
+    sentences = frame.assign(length=length[kept]).groupby("sentence")["length"].agg(["size", "first"])
+    cut, skipped = int((sentences["size"] < sentences["first"]).sum()), len(np.unique(note.sentence[word[belongs & long]]))
+    of_two, split = (annotated.touched[shown][kept] > 1).mean(), (frame.loc[frame["piece"] == 0, "pieces"] > 1).mean()
+    return frame, Counted(len(frame), frame["word"].nunique(), len(sentences), cut, skipped, float(of_two), float(split))
 
 
 def strata(tokens: pd.DataFrame) -> dict[str, np.ndarray]:
@@ -389,10 +383,8 @@ class WordSignals(OfWords):
         if 0 < halted.sum() < len(halted):
             at_slot = seen["attention_received"].numpy().mean(1)[:, tokens["slot"]]
             mass = received[:, halted].sum(1)
-            attention = AttentionOfHalted(
-                layer + 1, int(halted.sum()), float(halted.mean()), (mass / received.sum(1)).tolist(),
-                (mass / at_slot[:, halted].sum(1)).tolist(),
-            )  # fmt: skip
+            shares = ((mass / whole).tolist() for whole in (received.sum(1), at_slot[:, halted].sum(1)))
+            attention = AttentionOfHalted(layer + 1, int(halted.sum()), float(halted.mean()), *shares)
         return WordSignalsResult(counted, entropies, attention, explained)
 
 

@@ -71,9 +71,7 @@ def test_auxiliaries_are_what_the_treebank_calls_so_and_the_paper_goes_by_tag():
     assert {name for entry in entries for name in entry} == set(CLASSES)
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
+@pytest.mark.parametrize(("content", "says"), [
         (block("I go", ("1", "I", "PRON", "PRP"), ("2", "went", "VERB", "VBD")), r"line 1: its words do not align.*'went' was expected at character 2"),
         (block("I go now", ("1", "I", "PRON", "PRP"), ("2", "go", "VERB", "VBP")), "'now' at character 5 is no word"),
         ("1\tI\t_\n", "line 1: 3 columns"),
@@ -82,8 +80,7 @@ def test_auxiliaries_are_what_the_treebank_calls_so_and_the_paper_goes_by_tag():
         ("nothing", "columns"),
         ("", "no sentence"),
         (block("I", ("1", "I", "PRON", "PRON")), r"word 1 \(I\): 'PRON' is no tag of the penn tag set.*reader=treebank-upos"),
-    ],
-)  # fmt: skip
+])  # fmt: skip
 def test_what_is_no_aligned_conllu_is_named(content: str, says: str):
     with pytest.raises(ConfigError, match=says):
         joined(sentences(content, "file"))
@@ -119,14 +116,10 @@ JAPANESE = block("猫が見た。", ("1", "猫", "NOUN", "名詞"), ("2", "が",
                  ("4", "た", "AUX", "助動詞"), ("5", "。", "PUNCT", "補助記号"))  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (ITALIAN, ["content", "preposition", "determiner", "content", "other"]),
-        (JAPANESE, ["content", "preposition", "content", "auxiliary", "other"]),
-    ],
-    ids=["it", "ja"],
-)
+@pytest.mark.parametrize(("content", "expected"), [
+    (ITALIAN, ["content", "preposition", "determiner", "content", "other"]),
+    (JAPANESE, ["content", "preposition", "content", "auxiliary", "other"]),
+], ids=["it", "ja"])  # fmt: skip
 def test_any_language_is_read_by_its_universal_tags(content: str, expected: list[str], tmp_path: Path):
     path = tmp_path / "xx-ud-test.conllu"
     path.write_text(content, encoding="utf-8")

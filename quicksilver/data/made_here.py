@@ -68,35 +68,12 @@ _SEEDS = {"test": 20, "calibration": 21}
 _PASSAGE_CHARACTERS = 900  # some 250 tokens of the reference models
 _FILLER_CHARACTERS = 600
 _COPIES = 3
-_ADJECTIVES = [
-    "brass",
-    "silver",
-    "broken",
-    "painted",
-    "wooden",
-    "heavy",
-    "small",
-    "ancient",
-    "green",
-    "narrow",
-    "hollow",
-    "square",
-]
-_THINGS = [
-    "kettle",
-    "lantern",
-    "ladder",
-    "mirror",
-    "compass",
-    "violin",
-    "saddle",
-    "anchor",
-    "basket",
-    "clock",
-    "barrel",
-    "candle",
-]
-_PLACES = ["cellar", "attic", "garden", "stable", "library", "kitchen", "tower", "harbour", "chapel", "market", "orchard", "mill"]
+_WORDS = """
+    brass silver broken painted wooden heavy small ancient green narrow hollow square
+    kettle lantern ladder mirror compass violin saddle anchor basket clock barrel candle
+    cellar attic garden stable library kitchen tower harbour chapel market orchard mill
+"""
+_ADJECTIVES, _THINGS, _PLACES = map(str.split, _WORDS.strip().splitlines())
 
 
 def far_context(kind: FarContext, part: Part) -> str:

@@ -53,7 +53,7 @@ class AuditResult(Result):
 
 
 @dataclass
-class Audit(Measurement):
+class Audit(Measurement, share=0.08, windows_speak=True):
     """Audit one batch.
 
     Args:
@@ -61,9 +61,6 @@ class Audit(Measurement):
     """
 
     probes: Positive = 3
-
-    share = 0.08
-    windows_speak = True
 
     def run(self, bench: Bench) -> AuditResult:
         batch = bench.windows.ids[: bench.batch_windows]

@@ -271,12 +271,10 @@ class ComponentsResult(Result):
 
 
 @dataclass
-class Components(InTurns):
+class Components(InTurns, share=0.07):
     """Take one batch apart (App. J: 10 untimed rounds, 50 timed ones)."""
 
     repeats: Rounds = 5
-
-    share = 0.07
 
     def run(self, bench: Bench) -> ComponentsResult:
         from quicksilver.measure.bench import Side

@@ -108,7 +108,7 @@ class LensesResult(Result):
 
 
 @dataclass
-class Lenses(Measurement):
+class Lenses(Measurement, share=6.0, of_dense="alone", recorded_as="quicksilver.measure.lenses.Lenses"):
     """Dense passes over the first windows, every layer read by each lens.
 
     Args:
@@ -119,10 +119,7 @@ class Lenses(Measurement):
     windows: Annotated[int, at_least(8)] = 16
     rounding: bool = True
 
-    share = 6.0
-    of_dense = "alone"
     reads = ("tuned_lens",)  # modules.fitted.TUNED_LENS, whose import would bring torch
-    recorded_as = "quicksilver.measure.lenses.Lenses"
 
     def run(self, bench: Bench) -> LensesResult:
         import torch
@@ -255,7 +252,7 @@ class BoundsResult(Result):
 
 
 @dataclass
-class Bounds(Measurement):
+class Bounds(Measurement, share=0.8, of_dense="alone", recorded_as="quicksilver.measure.bounds.Bounds"):
     """Dense states of a few windows, and passes of single layers in which one token's state is changed.
 
     Args:
@@ -270,10 +267,6 @@ class Bounds(Measurement):
     followed: Positive = 8
     iterations: Positive = 3
     depths: list[InnerShare] = field(default_factory=lambda: [0.4, 0.5, 0.667])
-
-    share = 0.8
-    of_dense = "alone"
-    recorded_as = "quicksilver.measure.bounds.Bounds"
 
     def check(self, setting: Setting) -> None:
         if not self.followed < self.tokens <= setting.window_tokens:

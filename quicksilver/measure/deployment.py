@@ -183,7 +183,7 @@ class DeploymentResult(Result):
 
 
 @dataclass
-class Deployment(InTurns):
+class Deployment(InTurns, share=0.05):
     """Serve the beginning of the first window, greedily.
 
     Args:
@@ -195,8 +195,6 @@ class Deployment(InTurns):
     new_tokens: Annotated[int, at_least(2)] = 64
     budget_ms: Annotated[float, check_positive] = 50.0
     repeats: Rounds = 5
-
-    share = 0.05
 
     def check(self, setting: Setting) -> None:
         setting.check_prompt(self.prompt_tokens)

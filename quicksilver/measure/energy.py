@@ -241,7 +241,7 @@ class EnergyResult(Result):
 
 
 @dataclass
-class Energy(Measurement):
+class Energy(Measurement, share=0.08, timed=True):
     """Read a counter over windows of work and of rest.
 
     Args:
@@ -253,9 +253,6 @@ class Energy(Measurement):
     country_iso_code: str | None = None
     window_s: Annotated[float, between(MIN_WINDOW_S)] = 3.0
     rounds: Annotated[int, at_least(2)] = 3
-
-    share = 0.08
-    timed = True
 
     def check(self, setting: Setting) -> None:
         if self.country_iso_code is None:
@@ -296,7 +293,7 @@ class EmissionsResult(Result):
 
 
 @dataclass
-class Emissions(Measurement):
+class Emissions(Measurement, share=0.04, timed=True, in_identity=False):
     """Read CodeCarbon over a short window of work. No other number depends on it: a record without it is the same record. The dense model is
     read once for all runs of this model, text and protocol in one process.
 
@@ -307,10 +304,6 @@ class Emissions(Measurement):
 
     country_iso_code: str | None = None
     window_s: Annotated[float, between(MIN_WINDOW_S)] = 1.0
-
-    share = 0.04
-    timed = True
-    in_identity = False
 
     def run(self, bench: Bench) -> EmissionsResult:
         meter = meter_of(self.country_iso_code)

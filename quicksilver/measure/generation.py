@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import pandas as pd
@@ -58,15 +58,13 @@ class Written:
 
 
 @dataclass(frozen=True)
-class GenerationResult(Result):
+class GenerationResult(Result, section="generation"):
     """Over all prompts; each has its rows in generation.parquet.
 
     Attributes:
         prompts: how many, of `prompt_tokens` tokens; `new_tokens` were written after each, fewer where the text came to its end.
         executed_flops, dense_executed_flops: of the greedy continuations with their prompts.
     """
-
-    section: ClassVar[str | None] = "generation"
 
     prompts: int
     prompt_tokens: int
@@ -85,7 +83,7 @@ class GenerationResult(Result):
 
 
 @dataclass
-class Generation(Measurement):
+class Generation(Measurement, share=0.3, of_dense="never"):  # dense is the other side of every comparison
     """Go on after the beginnings of the first windows.
 
     Args:
@@ -102,9 +100,6 @@ class Generation(Measurement):
     sampled: bool = True
     temperature: Annotated[float, check_positive] = 1.0
     batch_size: Positive = 8
-
-    share = 0.3
-    of_dense: ClassVar[Literal["always", "alone", "never"]] = "never"  # it is the other side of every comparison
 
     def check(self, setting: Setting) -> None:
         setting.check_prompt(self.prompt_tokens)

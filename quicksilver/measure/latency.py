@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, count, pairwise
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from quicksilver.measure.measurement import Measurement, Quartiles, Result, Spread
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
@@ -237,7 +237,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class LatencyResult(Result):
+class LatencyResult(Result, section=""):
     """Wall clock of one batch, run and dense in turns; `prompt_…` of its prompt alone, under `continuation`.
 
     Attributes:
@@ -246,8 +246,6 @@ class LatencyResult(Result):
         load_average: of the machine, `before` and `after`.
         timing_warnings: why these times may be worth less than they look.
     """
-
-    section: ClassVar[str | None] = ""
 
     latency_ms: Spread
     dense_latency_ms: Spread
@@ -290,7 +288,7 @@ def time_saved(ratio: Quartiles, noise_floor_pct: float, of: str) -> str:
 
 
 @dataclass
-class InTurns(Measurement):
+class InTurns(Measurement, share=0.18, timed=True):
     """Rounds in which the run and the dense model take turns.
 
     Args:
@@ -300,9 +298,6 @@ class InTurns(Measurement):
 
     warmup: Count = 1
     repeats: Rounds = 3
-
-    share = 0.18
-    timed = True
 
 
 @dataclass
@@ -365,10 +360,8 @@ class DevicesResult(Result):
 
 
 @dataclass
-class Devices(InTurns):
+class Devices(InTurns, of_ranks=True):
     """Time one batch in every process that torchrun started; all begin each pass together."""
-
-    of_ranks = True
 
     def run(self, bench: Bench) -> DevicesResult:
         from torch import distributed

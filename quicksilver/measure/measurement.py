@@ -131,8 +131,17 @@ def _encoded(content: Any) -> Any:
     return [_encoded(one) for one in content] if isinstance(content, list | tuple) else content
 
 
+class Described:
+    """Base of classes whose attributes may stand in their first line: `class Audit(Measurement, share=0.08)`."""
+
+    def __init_subclass__(cls, **attributes: Any) -> None:
+        super().__init_subclass__()
+        for name, content in attributes.items():
+            setattr(cls, name, content)
+
+
 @dataclass(frozen=True)
-class Result:
+class Result(Described):
     """What a measurement found: a dataclass of numbers, texts, lists and further dataclasses, with units in the names of its fields.
 
     Attributes:
@@ -176,7 +185,7 @@ class Setting:
 
 
 @dataclass
-class Measurement(Options, ABC):
+class Measurement(Options, Described, ABC):
     """One pass over a model, its windows and its modules. The options are the fields of the dataclass, checked by their annotations.
 
     Attributes:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from quicksilver.measure.latency import gc_paused
 from quicksilver.measure.measurement import Measurement, Result
@@ -171,10 +171,8 @@ class KvBytesByLayer:
 
 
 @dataclass(frozen=True)
-class MemoryResult(Result):
+class MemoryResult(Result, section=""):
     """Peaks of one batch, run and dense: of the process or of the GPU's allocator, and on a CPU of the tensors alone."""
-
-    section: ClassVar[str | None] = ""
 
     peak_memory_bytes: int
     dense_peak_memory_bytes: int
@@ -191,11 +189,8 @@ class MemoryResult(Result):
 
 
 @dataclass
-class Memory(Measurement):
+class Memory(Measurement, share=0.05, windows_speak=True):
     """Weigh one batch, whose windows were scored before: what is allocated once is paid for. And its KV cache by layer."""
-
-    share = 0.05
-    windows_speak = True
 
     def run(self, bench: Bench) -> MemoryResult:
         known = None if bench.dense is None else bench.dense.peak_tensor_bytes

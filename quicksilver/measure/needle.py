@@ -54,7 +54,7 @@ class NeedleResult(Result):
 
 
 @dataclass
-class Needle(Measurement):
+class Needle(Measurement, share=0.5):
     """Prompts of the protocol's length, of the first windows.
 
     Args:
@@ -68,8 +68,6 @@ class Needle(Measurement):
     depths: Positive = 10
     needle_tokens: Annotated[int, at_least(2)] = 32
     cue_tokens: Positive = 8
-
-    share = 0.5
 
     def check(self, setting: Setting) -> None:
         prompt, needle, cue = setting.prompt_tokens, self.needle_tokens, self.cue_tokens

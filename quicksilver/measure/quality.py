@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from quicksilver.measure.measurement import Measurement, Result
 from quicksilver.runtime.options import Positive
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class QualityResult(Result):
+class QualityResult(Result, section=""):
     """Sums over the scored windows; perplexity divides once, at the end.
 
     Attributes:
@@ -30,8 +30,6 @@ class QualityResult(Result):
         kl_nats: KL(dense‖run) per scored token; None in a dense run.
         top1_agreement: share of scored positions whose likeliest token is the dense model's, 0 to 1; None in a dense run.
     """
-
-    section: ClassVar[str | None] = ""
 
     ppl: float
     bits_per_byte: float | None
@@ -81,12 +79,8 @@ def _scored(bench: Bench, modules: Sequence[RuntimeModule], name: str) -> Scores
 
 
 @dataclass
-class Quality(Measurement):
+class Quality(Measurement, share=0.25, windows_speak=True, in_blocks=True, of_ranks=True):
     """Score every window; every decision goes into the trace."""
-
-    share = 0.25
-    windows_speak = in_blocks = True
-    of_ranks = True
 
     def run(self, bench: Bench) -> QualityResult:
         from quicksilver.measure.perplexity import DensePasses
@@ -99,15 +93,13 @@ class Quality(Measurement):
 
 
 @dataclass(frozen=True)
-class NullResult(Result):
+class NullResult(Result, section="null"):
     """The run once more, by chance; fields as in `QualityResult`, means over the seeds where there are several.
 
     Attributes:
         kind: `shuffle`, `shuffle within tenths`, `random neighbours`, `random entries` or `random tokens`: see `by_chance`.
         seed_ppl: perplexity by seed; None: one seed.
     """
-
-    section: ClassVar[str | None] = "null"
 
     kind: str
     ppl: float
@@ -124,7 +116,7 @@ class NullResult(Result):
 
 
 @dataclass
-class Null(Measurement):
+class Null(Measurement, share=0.15, windows_speak=True, in_blocks=True, of_dense="never"):
     """Score the windows again, with the same counts on random tokens. Adds `null_…` columns to the windows.
 
     Args:
@@ -135,9 +127,6 @@ class Null(Measurement):
     seeds: Positive = 1
     tenths: bool = False
 
-    share = 0.15
-    windows_speak = in_blocks = True
-    of_dense = "never"
     recorded_as = "quicksilver.measure.null.Null"
 
     def identity(self) -> dict[str, Any]:

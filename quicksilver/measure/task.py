@@ -77,7 +77,7 @@ class Encoded(NamedTuple):
 
 
 @dataclass
-class Task(Measurement):
+class Task(Measurement, share=0.6):
     """Answer every example of the dataset.
 
     Args:
@@ -87,8 +87,6 @@ class Task(Measurement):
 
     batch_size: Positive = 8
     evaluate: str | None = None
-
-    share = 0.6
 
     def identity(self) -> dict[str, Any]:
         # A metric beside the others moves none of them: what asks for none is what it was before there were any.

@@ -138,10 +138,8 @@ def halt_layers(trace: Trace, width: int) -> np.ndarray:
 
 
 @dataclass
-class OfWords(Measurement):
+class OfWords(Measurement, of_dense="never"):
     """Base of the measurements that need annotation."""
-
-    of_dense = "never"
 
     def check(self, setting: Setting) -> None:
         if not setting.annotated:
@@ -228,7 +226,7 @@ class WordClassesResult(Result):
 
 
 @dataclass
-class WordClasses(OfWords):
+class WordClasses(OfWords, share=0.02, recorded_as="quicksilver.measure.word_classes.WordClasses"):
     """Read the trace of the scoring pass, word class by word class. Writes words.parquet, a row a token, with `halt_layer` (from 1; the
     number of layers: never).
 
@@ -237,9 +235,6 @@ class WordClasses(OfWords):
     """
 
     depth: InnerShare = 0.5
-
-    share = 0.02
-    recorded_as = "quicksilver.measure.word_classes.WordClasses"
 
     def run(self, bench: Bench) -> WordClassesResult:
         from quicksilver.modules.checks import layer_after
@@ -339,7 +334,7 @@ class WordSignalsResult(Result):
 
 
 @dataclass
-class WordSignals(OfWords):
+class WordSignals(OfWords, share=0.1, recorded_as="quicksilver.measure.word_signals.WordSignals"):
     """Watch the dense model over a few windows. Writes word_signals.safetensors: `drift_relative`, `entropy_nats` and `attention_received`,
     (L-1, W, P) float16 each, rows and columns as `window` and `slot` of words.parquet.
 
@@ -350,9 +345,6 @@ class WordSignals(OfWords):
 
     windows: Count = 32
     depth: InnerShare = 0.5
-
-    share = 0.1
-    recorded_as = "quicksilver.measure.word_signals.WordSignals"
 
     def run(self, bench: Bench) -> WordSignalsResult:
         from safetensors.torch import save_file
@@ -453,7 +445,7 @@ class ConstituentsResult(Result):
 
 
 @dataclass
-class Constituents(OfWords):
+class Constituents(OfWords, recorded_as="quicksilver.measure.constituents.Constituents"):
     """Read the fusions of the trace, and the distances of neighbours in every layer of the dense model. Writes pairs.parquet: a row a pair
     of neighbours, with its constituent, the layer after which the run fused it (0: never), and its rank by distance after each layer of
     the dense model (1: the closest of all).
@@ -463,8 +455,6 @@ class Constituents(OfWords):
     """
 
     closest_share: InnerShare = 0.15
-
-    recorded_as = "quicksilver.measure.constituents.Constituents"
 
     def run(self, bench: Bench) -> ConstituentsResult:
         from scipy.stats import rankdata

@@ -1,8 +1,8 @@
 """Annotated text: words with their classes and phrases, which tokens each word is, and where annotation comes from.
 
-Treebanks (CoNLL-U files and bracketed trees) are read and checked. Text without tags is tagged: by a spaCy model where one is installed, else by
-a perceptron trained on a treebank with gold tags. Not gold: with the tags comes a sentence that names the tagger and the share of a held-out
-treebank's words that it tags right.
+Treebanks (CoNLL-U files and bracketed trees) are read and checked. Text without tags is tagged: by a spaCy model where one is
+installed, else by a perceptron trained on a treebank with gold tags. Not gold: with the tags comes a sentence that names the tagger
+and the share of a held-out treebank's words that it tags right.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Annotation:
         start, end: (M,) int, characters of the text that the word takes up, end exclusive. Words ascend.
         tag: (M,) str, of that tag set; upos: (M,) str, the universal tag, empty where the treebank has none.
         sentence: (M,) int, number of the word's sentence; sentence_ids: (S,) str, its name in the treebank.
-        joint_label, joint_words: (M,) str and int, label of the smallest constituent that holds this word and the next one of its sentence,
-            and how many words that has; empty and 0 where the sentence ends or has no tree.
+        joint_label, joint_words: (M,) str and int, label of the smallest constituent that holds this word and the next one of its
+            sentence, and how many words that has; empty and 0 where the sentence ends or has no tree.
     """
 
     tagset: str
@@ -202,7 +202,7 @@ def align(annotation: Annotation, ids: np.ndarray, offsets: np.ndarray, taken: n
     return AnnotatedTokens(annotation, *(column[taken] for column in (*columns, of_sentence)))
 
 
-# --- treebanks --------------------------------------------------------------------------------------------------------------------
+# --- treebanks ------------------------------------------------------------------------------------------------------------------
 
 _COLUMNS = 10
 
@@ -412,7 +412,7 @@ def _content(path: Path) -> str:
         raise ConfigError(f"{path} cannot be read: {error}.") from error
 
 
-# --- tags that are not gold -------------------------------------------------------------------------------------------------------
+# --- tags that are not gold -----------------------------------------------------------------------------------------------------
 
 SPACY_MODELS = ("en_core_web_trf", "en_core_web_lg", "en_core_web_md", "en_core_web_sm")
 PERCEPTRON = "perceptron"
@@ -469,7 +469,8 @@ def _kept(
     tags = [_MARKS[form][1] if form in _MARKS else tag for form, tag in zip(forms, said_of, strict=True)]
     found = tagger.tag([one.forms for one in test])
     right = [gold == tag for one, said in zip(test, found, strict=True) for gold, (tag, _) in zip(one.tags, said, strict=True)]
-    said = f"tagged by {tagger.name}: {100 * sum(right) / len(right):.1f}% of the {len(right):,} words of {Path(config.test).name} are right"
+    share = f"{100 * sum(right) / len(right):.1f}% of the {len(right):,} words of {Path(config.test).name}"
+    said = f"tagged by {tagger.name}: {share} are right"
     if path is not None:
         write_atomically(path, json.dumps({"tags": tags, "said": said}).encode())
     return tags, said

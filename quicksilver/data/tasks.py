@@ -1,5 +1,5 @@
-"""Labelled examples of a task: rows from files or the hub, a template that makes prompts of them, the words a causal model chooses among, and the
-metrics that judge its answers, by GLUE's and SuperGLUE's own definitions.
+"""Labelled examples of a task: rows from files or the hub, a template that makes prompts of them, the words a causal model chooses
+among, and the metrics that judge its answers, by GLUE's and SuperGLUE's own definitions.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def _multirc(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield {**asked, "answer": one["text"], "label": one.get("label"), "idx": place}
 
 
-# --- metrics, over the last axis: a bootstrap asks for thousands of draws at once -------------------------------------------------
+# --- metrics, over the last axis: a bootstrap asks for thousands of draws at once -----------------------------------------------
 
 Numbers = NDArray[np.float64]
 Metric = Callable[[Numbers, Numbers], Numbers]
@@ -325,8 +325,8 @@ def load_metric(metric: str) -> Callable[[Sequence[float], Sequence[float]], dic
         module = evaluate.load(name, config_name=configuration or None, module_type="metric", keep_in_memory=True)
     except Exception as error:  # whatever a script, a hub or the lack of one raises
         raise ConfigError(
-            f"{asked} cannot be loaded ({_first_line(error)}). Without a network give the path of a metric script, or leave it out: score and "
-            "scores are computed by this package, as scikit-learn computes them."
+            f"{asked} cannot be loaded ({_first_line(error)}). Without a network give the path of a metric script, or leave it out: "
+            "score and scores are computed by this package, as scikit-learn computes them."
         ) from error
 
     def evaluated(gold: Sequence[float], predicted: Sequence[float]) -> dict[str, float]:

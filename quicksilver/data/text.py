@@ -83,8 +83,9 @@ def _what_is_missing(part: Part, path: Path | None, root: Path | None) -> str:
     if path is None:
         return f" has no text {'to calibrate on' if part == 'calibration' else 'to score'}: give {key}=/path/of/a/text."
     if root is None and not path.is_absolute():
-        remedy = f"give data.root=/folder (or QUICKSILVER_DATA), or {key}=/path/of/the/file. `quicksilver list dataset` says what each text is."
-        return f": there is no file {path}. It is looked for below data.root, which is not set: {remedy}"
+        remedy = f"give data.root=/folder (or QUICKSILVER_DATA), or {key}=/path/of/the/file."
+        where = f"It is looked for below data.root, which is not set: {remedy} `quicksilver list dataset` says what each text is."
+        return f": there is no file {path}. {where}"
     return f": there is no file {path}. Give another data.root=/folder, or {key}=/path/of/the/file."
 
 
@@ -103,8 +104,10 @@ def _read_file(config: DatasetConfig, part: Part, path: Path) -> str:
         raise ConfigError(f"{where} has a line of {longest:,} characters, and {most}")
     if config.reader == "documents":
         field = config.hub.text_field
-        needs = f'Each line must be a json object with a text, such as {{"{field}": "…"}}: mend or remove the line, or name another field with'
-        rows = json_lines(path, text, partial(_document, field=field), f"{needs} dataset.hub.text_field=…")
+        needs = (
+            f'Each line must be a json object with a text, such as {{"{field}": "…"}}: mend or remove the line, or name another'
+        )
+        rows = json_lines(path, text, partial(_document, field=field), f"{needs} field with dataset.hub.text_field=…")
         text = "\n\n".join(_slice(config, part, rows))
     if not text.strip():
         raise ConfigError(f"{where} has no text in its {part} part.")

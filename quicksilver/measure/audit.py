@@ -27,8 +27,8 @@ class AuditResult(Result):
     """How far logits moved that must not move.
 
     Attributes:
-        max_abs_logit_difference: the largest movement. Rounding leaves about 1e-5 of the largest logit, `max_abs_logit`, in float32 (compacted
-            shapes differ), 1e-2 in bfloat16; a leak is of the size of the logits.
+        max_abs_logit_difference: the largest movement. Rounding leaves about 1e-5 of the largest logit, `max_abs_logit`, in float32
+            (compacted shapes differ), 1e-2 in bfloat16; a leak is of the size of the logits.
         probes: how many positions there were behind which everything was replaced; `positions` are these.
         masked_max_abs_logit_difference: under `masked` execution, free of rounding, where the movement was more than rounding leaves.
     """
@@ -87,8 +87,8 @@ def audit(
 ) -> AuditResult:
     """Replace the tokens after a few positions by random others: no logit up to there may move, decisions included.
 
-    Under `continuation` the probes lie after the prompt: inside it foresight is allowed. The first batch of windows is audited. Arguments
-    are as for `score`.
+    Under `continuation` the probes lie after the prompt: inside it foresight is allowed. The first batch of windows is audited.
+    Arguments are as for `score`.
 
     Args:
         seed: of the probe positions and of the replacing tokens.

@@ -111,7 +111,7 @@ class Bench:
         modules: Sequence[RuntimeModule] | None = None,
         execution: Execution | None = None,
     ) -> Iterator[Run]:
-        """The modules of the run, applied as the run asks for it; or others, to another model. No modules are always compact. No gradients."""
+        """The modules of the run, applied as it asks for it; or others, to another model. None are always compact. No gradients."""
         modules = self.modules if modules is None else modules
         how: Execution = (execution or self.execution) if modules else "compact"
         layers = self.decision_layers if modules else None

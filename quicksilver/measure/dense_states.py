@@ -3,16 +3,16 @@
     logit lens    softmax(head(norm(h_t^ℓ)))                              the paper's, of a model that was not trained for it
     tuned lens    softmax(head([1, LN₀(h_t^ℓ)] · W_ℓ))                    maps fitted on calibration text (modules/fitted.py)
 
-Does the entropy there say anything about the prediction at the end? A lens whose loss of the next token is above ln V knows less than uniform,
-and its entropy is of noise. And does it say how much a state loses when it is rounded to b bits, ‖h − Quant_b(h)‖₂ (paper E.3, E.9)?
+Does the entropy there say anything about the prediction at the end? A lens whose loss of the next token is above ln V knows less
+than uniform, and its entropy is of noise. Does it say how much a state loses when rounded to b bits, ‖h − Quant_b(h)‖₂ (E.3, E.9)?
 
     halting       ‖h_t^L − h_t^ℓ‖₂ ≤ Σ_{j>ℓ} L_j · ε,  ε = ‖h_t^ℓ − h_t^{ℓ−1}‖₂                       (B.4, H, P)
     fusion        ‖F_ℓ(h_t) − F_ℓ(½(h_t + h_u))‖₂ ≤ L_ℓ · ½‖h_t − h_u‖₂                               (D.4)
     fusion, end   ‖h_t^L − h_T̃^L‖₂ ≤ Σ_{k≥ℓ} L_k · ‖h_t^ℓ − h_u^ℓ‖₂,  T̃ starting as ½(h_t + h_u)     (N)
 
-The paper names no Lipschitz constant. L_j is measured here: how much layer j stretches a small change of one token's own state, all others left as
-they are, in the direction in which it stretches most (power iteration), the largest over the tokens that are followed. A few iterations find a
-little less than the constant. The same with L_j = 1, layers that stretch nothing, says what the constants add.
+The paper names no Lipschitz constant. L_j is measured here: how much layer j stretches a small change of one token's own state, all
+others left as they are, in the direction in which it stretches most (power iteration), the largest over the tokens that are
+followed. A few iterations find a little less than the constant. The same with L_j = 1, layers that stretch nothing, says what the constants add.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def correlation(here: np.ndarray, end: np.ndarray) -> tuple[float, float, float]
     return middle, float(drawn.confidence_interval.low), float(drawn.confidence_interval.high)
 
 
-# --- bounds -----------------------------------------------------------------------------------------------------------------------
+# --- bounds ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class TokenClock:
     """Notes when tokens come out of `generate(streamer=…)`.
 
     Attributes:
-        deliveries: when each came, by `time.perf_counter`, and how many tokens (several, where speculation got them right). The first is the prompt.
+        deliveries: when each came, by `time.perf_counter`, and how many tokens, several where speculation got them right; first the prompt.
     """
 
     deliveries: list[tuple[float, int]] = field(default_factory=list)

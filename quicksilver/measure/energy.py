@@ -270,7 +270,7 @@ class EmissionsResult(Result):
     """What a token drew and emitted, at the plug of the parts that CodeCarbon reads.
 
     Attributes:
-        energy_j_per_token, gco2_per_token: of the run, over `window_s` seconds; `dense_…` of the dense model, in the same process.
+        energy_j_per_token, gco2_per_token: of the run, over `window_s` seconds; `dense_…` of the dense model in the same process.
         method: where the joules come from; `measured` is False where that is an estimate without any counter.
         grid_kg_per_kwh: emissions of electricity in `grid`, a country or the world average.
     """

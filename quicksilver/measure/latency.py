@@ -64,7 +64,7 @@ class Alternation(UserDict[str, LatencySamples]):
     """What `alternate` measured: samples by name, and what is needed to judge them.
 
     Attributes:
-        control: name of the callable that was timed twice in every round, `control_ms` the times of its second appearance; None: none was.
+        control: name of the callable that was timed twice in every round, `control_ms` its second times; None: none was.
         load_before, load_after: 1-minute load average of the machine; on a quiet one `load_before` is near 0.
         seconds: how long the timed rounds took by the clock that timed them.
         clock_gap_s: how much more (or less) passed meanwhile by the clock on the wall: a machine that slept, a clock that was set.

@@ -35,7 +35,7 @@ class PeakMemory:
     """Peak memory while a callable ran.
 
     Attributes:
-        process_bytes: peak resident memory of the process, weights and libraries included; `before_bytes` what it was just before.
+        process_bytes: peak resident memory of the process, weights and libraries included; `before_bytes` just before.
         device_bytes: peak of the CUDA allocator (`torch.cuda.max_memory_allocated`, as App. J); None on a CPU.
         method: `kernel`: the high-water mark that Linux keeps, exact up to the few pages a thread may hold back. Before it starts,
             pages that the C library keeps for later are given back: else whoever ran before would leave its peak to the next.
@@ -147,7 +147,7 @@ def peak_tensor_bytes(fn: Callable[[], object]) -> int:
 
 
 def paper_kv_delta_bytes(trace: Trace, arch: Architecture, element_bytes: int) -> list[int]:
-    """ΔM of App. J by layer: N_halted · d_kv · h · 2 values of `element_bytes`. What the paper's formula says is saved, not what is.
+    """ΔM of App. J by layer: N_halted · d_kv · h · 2 values of `element_bytes`: what the paper's formula says is saved.
 
     A token that is halted or fused in a layer counts.
     """

@@ -103,9 +103,10 @@ def check_allowed(modules: Sequence[RuntimeModule], protocol: Protocol, names: S
     looking = [name for name, module in zip(called, modules, strict=True) if not module.causal and not module.lookahead]
     if looking:
         raise ConfigError(
-            f"{' and '.join(looking)} {'looks' if len(looking) == 1 else 'look'} ahead: causal=False means that a decision may read tokens after "
-            "its own, and protocol.name=all scores those. Ways out: protocol=continuation, which scores what follows a prompt; causal=true on a "
-            "module of yours that reads earlier tokens only; or lookahead=true, the paper's variant, which marks every number that comes of it."
+            f"{' and '.join(looking)} {'looks' if len(looking) == 1 else 'look'} ahead: causal=False means that a decision may read tokens "
+            "after its own, and protocol.name=all scores those. Ways out: protocol=continuation, which scores what follows a prompt; "
+            "causal=true on a module of yours that reads earlier tokens only; or lookahead=true, the paper's variant, which marks every "
+            "number that comes of it."
         )
 
 

@@ -175,8 +175,8 @@ def label_classes(model: Any, task: TaskConfig) -> list[int] | None:
     there = ", ".join(names.values())
     if len(task.labels) != head.out_features:
         raise ConfigError(
-            f"the model's head has {head.out_features} labels ({there}), and dataset.task.labels has {len(task.labels)}: take the task that it was "
-            "trained for, or a model with a head of words."
+            f"the model's head has {head.out_features} labels ({there}), and dataset.task.labels has {len(task.labels)}: take the task "
+            "that it was trained for, or a model with a head of words."
         )
     wanted = [{one.lower() for one in spellings} for spellings in task.labels.values()]
     for spelled in (names, {number: str(number) for number in range(head.out_features)}):
@@ -184,9 +184,8 @@ def label_classes(model: Any, task: TaskConfig) -> list[int] | None:
         if all(len(numbers) == 1 for numbers in fits) and len({numbers[0] for numbers in fits}) == len(fits):
             return [numbers[0] for numbers in fits]
     asked = ", ".join(map("/".join, task.labels.values()))
-    raise ConfigError(
-        f"dataset.task.labels ({asked}) are not the model's labels ({there}): spell them there as the model does, or by their numbers."
-    )
+    remedy = "spell them there as the model does, or by their numbers."
+    raise ConfigError(f"dataset.task.labels ({asked}) are not the model's labels ({there}): {remedy}")
 
 
 def _answered(model: Any, run: Run, batch: Sequence[Encoded], classes: Sequence[int] | None) -> list[dict[str, Any]]:

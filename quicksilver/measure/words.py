@@ -166,7 +166,7 @@ class ClassHalting:
     """Halting of one class; shares, 0 to 1, "halted" by the layer at `depth` unless it says by layer.
 
     Attributes:
-        name: a class of data/word_classes.yaml, `function` or `all`: see `class_members`. reading: `ours` or `paper`: whose table of classes.
+        name: a class of data/word_classes.yaml, `function` or `all`: see `class_members`; reading: whose table, `ours` or `paper`.
         halted: of its tokens, with Wilson's interval clustered by sentence.
         halted_words: of its words, where a word counts by its `first`, its `last`, or `any` token.
         by_layer: halted after this layer or before, of its tokens.
@@ -267,11 +267,12 @@ def classes_of(tokens: pd.DataFrame, counted: Counted, n_layers: int, layer: int
             "last": own.loc[own["piece"] == own["pieces"] - 1, "halted"],
             "any": own.groupby("word")["halted"].max(),
         }
-        found.append(ClassHalting(
-            name, reading, len(own), own["word"].nunique(), own["sentence"].nunique(), stats.wilson(at_depth[member], clusters[member]),
-            {rule: float(values.mean()) for rule, values in by_word.items() if len(values)}, halted[member].mean(0).tolist(),
-            {null: stats.against_null(at_depth, member, stratum, clusters) for null, stratum in nulls.items()}, over_depth,
-        ))  # fmt: skip
+        by_rule = {rule: float(values.mean()) for rule, values in by_word.items() if len(values)}
+        share = stats.wilson(at_depth[member], clusters[member])
+        beside = {null: stats.against_null(at_depth, member, stratum, clusters) for null, stratum in nulls.items()}
+        counts = (len(own), own["word"].nunique(), own["sentence"].nunique())
+        by_layer = halted[member].mean(0).tolist()
+        found.append(ClassHalting(name, reading, *counts, share, by_rule, by_layer, beside, over_depth))
     model = []
     if 0 < at_depth.mean() < 1:
         columns = covariates(tokens)

@@ -161,8 +161,8 @@ def _from_hub(config: ModelConfig) -> ModelFiles:
         cached = Path(snapshot(local_files_only=True))
     if cached is None or _what_is_missing(cached):
         offline = (
-            "model.path=/folder of a Hugging Face model", f"a folder {config.name} below data.root", "HF_HOME=/cache that holds it",
-            "model=far-gpt2 (embedded)",
+            "model.path=/folder of a Hugging Face model", f"a folder {config.name} below data.root",
+            "HF_HOME=/cache that holds it", "model=far-gpt2 (embedded)",
         )  # fmt: skip
         with fetching(f"model={config.name}", config.path, "model", offline):
             cached = Path(snapshot())
@@ -208,8 +208,8 @@ def _what_is_missing(folder: Path) -> str | None:
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    """The content of a json file; raises OSError or ValueError where it cannot be read or is no object, or for a number that no model can have,
-    which torch would find in the middle of a pass."""
+    """The content of a json file; raises OSError or ValueError where it cannot be read or is no object, or for a number that no model
+    can have, which torch would find in the middle of a pass."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise ValueError(f"a json {type(content).__name__} where an object is needed")
@@ -283,8 +283,8 @@ def load(config: ModelConfig, files: ModelFiles) -> Loaded:
         name = files.folder.name
         raise ConfigError(
             f"model={config.name}: its weights are left out of the installed package, to keep it small. In a clone, type the same; or give "
-            f"model.path=/clone/quicksilver/models/reference/{name}. If the clone has none either, `make train-reference MODEL={name}` makes "
-            "them there, in hours."
+            f"model.path=/clone/quicksilver/models/reference/{name}. If the clone has none either, `make train-reference MODEL={name}` "
+            "makes them there, in hours."
         )
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     _check_device(config)
@@ -343,8 +343,8 @@ def _quiet() -> Iterator[None]:
 
 
 def _loaded_wrongly(info: Mapping[str, Any], folder: Path) -> Iterator[str]:
-    """What means that the model is not the one in the files: transformers' loading info, in which tied weights are not; and weights kept as
-    integers or 8-bit floats: without the scales of their format, casting them gives other weights."""
+    """What means that the model is not the one in the files: transformers' loading info, in which tied weights are not; and weights
+    kept as integers or 8-bit floats: without the scales of their format, casting them gives other weights."""
     kinds = {
         "missing_keys": "no tensor for ",
         "unexpected_keys": "no place for the tensor ",

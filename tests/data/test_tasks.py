@@ -1,5 +1,5 @@
-"""Labelled examples: the rows of every task at hand, and one line for whatever does not fit. Metrics equal scikit-learn's, draws of a bootstrap
-are scored at once; a metric of `evaluate` says what our own say, or is one clear line."""
+"""Labelled examples: the rows of every task at hand, and one line for whatever does not fit. Metrics equal scikit-learn's, draws of a
+bootstrap are scored at once; a metric of `evaluate` says what our own say, or is one clear line."""
 
 import json
 import sys
@@ -142,7 +142,7 @@ def test_a_text_s_identity_knows_nothing_of_tasks():
         compose(["dataset=sst2", "dataset.reader=text"])
 
 
-# -- metrics -----------------------------------------------------------------------------------------------------------------------
+# -- metrics ---------------------------------------------------------------------------------------------------------------------
 def metrics() -> Any:
     return pytest.importorskip("sklearn.metrics")  # not while tests are collected
 

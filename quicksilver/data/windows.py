@@ -37,12 +37,8 @@ def token_byte_lengths(tokenizer: Any) -> torch.Tensor:
     Special tokens count 0: a tokenizer inserts them. Only the unknown token counts what it spells, because a tokenizer that
     can write every byte makes it from nothing else (WikiText is full of a literal `<unk>`).
 
-    Args:
-        tokenizer: a Hugging Face tokenizer with a `tokenizers` backend, or that backend; byte-level BPE (GPT-2, Pythia, Qwen,
-            Llama 3) or sentencepiece with byte fallback (Llama 2, Mistral).
-
-    Raises:
-        ConfigError: a tokenizer that loses bytes: its bits per byte would be a guess.
+    `tokenizer` is of Hugging Face with a `tokenizers` backend, or that backend; byte-level BPE (GPT-2, Pythia, Qwen, Llama 3) or
+    sentencepiece with byte fallback (Llama 2, Mistral). Raises ConfigError: it loses bytes, and bits per byte would be a guess.
     """
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not isinstance(backend, tokenizers.Tokenizer):

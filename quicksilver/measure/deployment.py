@@ -141,11 +141,10 @@ class ServingResult:
     def of(cls, rounds: Sequence[Served], budget_ms: float) -> ServingResult:
         """The requests of all rounds."""
         first, times = LatencySamples([one.first_ms for one in rounds]), np.concatenate([one.per_token_ms for one in rounds])
-        p50, p95, p99 = (float(value) for value in np.percentile(times, [50, 95, 99]))
-        return cls(
-            Spread(first.median, first.iqr), Percentiles(p50, p95, p99 if len(times) >= MIN_FOR_P99 else None), len(times),
-            median(1e3 * len(one.tokens) / one.total_ms for one in rounds), 100 * float(np.mean(times <= budget_ms)),
-        )  # fmt: skip
+        p50, p95, p99 = np.percentile(times, [50, 95, 99]).tolist()
+        per_token = Percentiles(p50, p95, p99 if len(times) >= MIN_FOR_P99 else None)
+        per_s, within = median(1e3 * len(one.tokens) / one.total_ms for one in rounds), float(np.mean(times <= budget_ms))
+        return cls(Spread(first.median, first.iqr), per_token, len(times), per_s, 100 * within)
 
 
 @dataclass(frozen=True)

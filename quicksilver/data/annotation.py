@@ -170,12 +170,9 @@ class AnnotatedTokens:
 
 
 def align(annotation: Annotation, ids: np.ndarray, offsets: np.ndarray, taken: np.ndarray) -> AnnotatedTokens:
-    """Align the tokens of a text with its words. Raises ConfigError: a word that no token touches; names it.
-
-    Args:
-        ids: (T,) token ids of the whole text; offsets: (T, 2), the characters that each takes up, end exclusive.
-        taken: (W, N) int, which tokens of the text the windows hold.
-    """
+    """Align the tokens of a text with its words. Raises ConfigError: a word that no token touches; names it. `ids` (T,) are the
+    token ids of the whole text, `offsets` (T, 2) the characters that each takes up, end exclusive; `taken` (W, N) int says which
+    tokens the windows hold."""
     start, end = annotation.start, annotation.end
     first = np.searchsorted(end, offsets[:, 0], side="right")  # first word that ends behind the token's beginning
     behind = np.searchsorted(start, offsets[:, 1], side="left")  # first word that begins behind the token's end

@@ -58,12 +58,10 @@ def from_hub(
     streaming: bool = False,
 ) -> tuple[bytes, str]:
     """Content that `make` draws from the rows of a split, and its source for the record. Raises ConfigError: a hub that cannot be
-    reached.
+    reached. `offline` is what a person without a network may give, `what` stands in messages behind the dataset's name.
 
-    Args:
-        kept: a file of its kind in the folder that keeps what was fetched; its stem is replaced by a digest of `wanted`. None: not kept.
-        offline: what a person without a network may give.
-        what: for messages, behind the dataset's name.
+    `kept` is a file of its kind in the folder that keeps what was fetched; its stem is replaced by a digest of `wanted`. None:
+    not kept.
     """
     hub = config.hub
     source = f"hub:{hub.id}/{hub.config or 'default'}@{hub.revision or 'main'}:{split}"

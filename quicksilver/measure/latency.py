@@ -185,14 +185,11 @@ def alternate_steps(
     control: bool = True,
     clock: Callable[[], float] | None = None,
 ) -> list[Alternation]:
-    """As `alternate`, of work in steps that follow one another, such as a prompt and what is decoded after it.
+    """As `alternate`, of work in steps that follow one another, such as a prompt and what is decoded after it: the steps of each,
+    equally many. `clock` gives seconds where the device has no events of its own; None: `time.perf_counter`.
 
-    Args:
-        fns: the steps of each, equally many.
-        clock: seconds, where the device has no events of its own; None: `time.perf_counter`.
-
-    Returns:
-        One for each step: the time from the first step's beginning to the end of that step. The last is of all of them.
+    Gives one alternation for each step: the time from the first step's beginning to the end of that step. The last is of all of
+    them.
     """
     import torch
 

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -56,11 +56,10 @@ class PeakMemory:
 def _reset_high_water_mark() -> bool:
     # `getrusage().ru_maxrss` covers the whole life of the process and would report the loading of the model. Writing 5 to
     # clear_refs starts the kernel's mark afresh (proc(5)); other systems and some containers do not offer it.
-    try:
+    with suppress(OSError):
         _CLEAR_REFS.write_text("5")
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _peak_by_sampling(fn: Callable[[], object], resident: Callable[[], int]) -> int:

@@ -229,16 +229,12 @@ def _nll_nats(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor
 def _ledger_by_window(
     arch: Architecture, passes: Sequence[PassTrace], head_tokens: int, total: Flops, beta: Mapping[int, float]
 ) -> list[Flops]:
-    """Ledgers of the last pass of a batch, window by window.
+    """Ledgers of the last of a batch's `passes`, window by window; the passes before it filled the cache it started from. For
+    each window it computed `head_tokens` rows of logits; `total` is of all windows together, `beta` what the paper's ledger
+    charges by bit-width.
 
-    What was executed is shared equally: rows of unequal length are padded to the longest, so every row costs the same; so is what could have been
-    skipped. The nominal and the paper ledger are otherwise the row's own.
-
-    Args:
-        passes: passes of this batch so far; those before the last filled the cache it started from.
-        head_tokens: rows of logits that the last pass computed for each window.
-        total: ledgers of the last pass, all windows together.
-        beta: what the paper's ledger charges a token by its bit-width.
+    What was executed is shared equally: rows of unequal length are padded to the longest, so every row costs the same; so is what
+    could have been skipped. The nominal and the paper ledger are otherwise the row's own.
     """
     *earlier, last = passes
     rows = last.valid.shape[0]

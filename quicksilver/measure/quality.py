@@ -24,7 +24,7 @@ class QualityResult(Result, section=""):
     """Sums over the scored windows; perplexity divides once, at the end.
 
     Attributes:
-        ppl: per token; bits_per_byte: None where the tokenizer loses bytes; nll_nats: of all scored tokens, and `bytes`.
+        ppl: per token; nll_nats, tokens, bytes: of all that is scored; bits_per_byte: None where the tokenizer loses bytes.
         executed_flops, nominal_flops, paper_flops: the three ledgers; `signal_flops` of what decides. `prompt_…` under `continuation`.
         kv_bytes_billed, kv_bytes_resident: at the end of every batch, summed over the batches; 0 under `all`.
         kl_nats: KL(dense‖run) per scored token; None in a dense run.

@@ -141,11 +141,10 @@ def is_hub_id(path: str) -> bool:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    try:
+    with suppress(HFValidationError):
         validate_repo_id(path)
-    except HFValidationError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _from_hub(config: ModelConfig) -> ModelFiles:

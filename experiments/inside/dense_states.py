@@ -8,8 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from quicksilver.measure.bounds import CONSTANTS, INEQUALITIES, BoundsResult
-from quicksilver.measure.lenses import BY_ENTROPY, LensesResult, Rounding
+from quicksilver.measure.dense_states import BY_ENTROPY, CONSTANTS, INEQUALITIES, BoundsResult, LensesResult, Rounding
 from quicksilver.records.record import Record
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row, artefact

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from quicksilver.data.scores import metric
+from quicksilver.data.tasks import metric
 from quicksilver.measure.task import EXAMPLES, TaskResult
 from quicksilver.records.record import Record
 from quicksilver.records.stats import bootstrap

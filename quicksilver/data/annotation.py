@@ -1,19 +1,33 @@
-"""Words with their classes and phrases: what an annotated text says, and which tokens each word is."""
+"""Annotated text: words with their classes and phrases, which tokens each word is, and where annotation comes from.
+
+Treebanks (CoNLL-U files and bracketed trees) are read and checked. Text without tags is tagged: by a spaCy model where one is
+installed, else by a perceptron trained on a treebank with gold tags. Not gold: with the tags comes a sentence that names the tagger
+and the share of a held-out treebank's words that it tags right.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache, cached_property, partial
+from importlib.metadata import version
 from importlib.resources import files
-from itertools import pairwise
-from typing import Any, Literal
+from importlib.util import find_spec
+from itertools import groupby, pairwise, zip_longest
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import yaml
 
-from quicksilver.runtime.errors import ConfigError
+from quicksilver.data.sources import below
+from quicksilver.data.spec import Part, TaggerConfig
+from quicksilver.files import write_atomically
+from quicksilver.runtime.errors import ConfigError, installing
+from quicksilver.runtime.reading import read_bytes, read_json
 
 
 @dataclass(frozen=True)
@@ -25,9 +39,8 @@ class Annotation:
         start, end: (M,) int, characters of the text that the word takes up, end exclusive. Words ascend.
         tag: (M,) str, of that tag set; upos: (M,) str, the universal tag, empty where the treebank has none.
         sentence: (M,) int, number of the word's sentence; sentence_ids: (S,) str, its name in the treebank.
-        joint_label: (M,) str, label of the smallest constituent that holds this word and the next one of its sentence; empty where the
-            sentence ends or has no tree.
-        joint_words: (M,) int, how many words that constituent has; 0 where there is none.
+        joint_label, joint_words: (M,) str and int, label of the smallest constituent that holds this word and the next one of its
+            sentence, and how many words that has; empty and 0 where the sentence ends or has no tree.
     """
 
     tagset: str
@@ -72,7 +85,7 @@ def check_tags(tagset: str, tags: Sequence[str], places: Sequence[str]) -> None:
     known = table()[tagset]
     for tag, place in zip(tags, places, strict=True):
         if tag not in known:
-            other = next((name for name in table() if name != tagset and tag in table()[name]), None)
+            other = next((name for name in table() if tag in table()[name]), None)
             hint = f" It is one of {other}: dataset.reader=treebank{'-upos' if other == 'upos' else ''}." if other else ""
             raise ConfigError(f"{place}: {tag!r} is no tag of the {tagset} tag set ({', '.join(list(known)[:6])} …).{hint}")
 
@@ -83,8 +96,8 @@ def classes(annotation: Annotation, reading: Reading = "ours") -> np.ndarray:
     `ours`: an auxiliary is what the treebank calls AUX, so that lexical verbs in the present tense are content words. `paper`: by the
     Penn tag alone, where MD, VBZ and VBP are "auxiliary verbs".
     """
-    column = 0 if reading == "ours" else 1
-    by_tag = {tag: entry if isinstance(entry, str) else entry[column] for tag, entry in table()[annotation.tagset].items()}
+    entries = table()[annotation.tagset].items()
+    by_tag = {tag: entry if isinstance(entry, str) else entry[reading == "paper"] for tag, entry in entries}
     found = np.array([by_tag[tag] for tag in annotation.tag], dtype=object)
     if reading == "ours":
         found[annotation.upos == "AUX"] = "auxiliary"
@@ -110,12 +123,9 @@ def word_classes(tokens: Sequence[str]) -> list[str]:
 
     A token that begins with a space, or follows one that is no letter, begins a word.
     """
-    starts, previous = [], ""
-    for token in tokens:
-        starts.append(not (token[:1].isalpha() and previous[-1:].isalpha()))
-        previous = token
+    within = [before[-1:].isalpha() and token[:1].isalpha() for before, token in pairwise(["", *tokens])]
     classes: list[str] = []
-    for start, end in pairwise([*(i for i, starting in enumerate(starts) if starting), len(tokens)]):
+    for start, end in pairwise([*(i for i, inside in enumerate(within) if not inside), len(tokens)]):
         word = "".join(tokens[start:end]).strip().lower()
         kind = "other" if not any(map(str.isalpha, word)) else "function" if word in FUNCTION_WORDS else "content"
         classes += [kind] * (end - start)
@@ -133,8 +143,7 @@ TOKEN_SETS: dict[str, Callable[[str], bool]] = {
 
 def token_set(name: str, tokenizer: Any) -> list[int]:
     """Ids of the tokens of a vocabulary that belong to a set of `TOKEN_SETS`."""
-    belongs = TOKEN_SETS[name]
-    return [number for number in range(len(tokenizer)) if belongs(tokenizer.decode([number]))]
+    return [number for number in range(len(tokenizer)) if TOKEN_SETS[name](tokenizer.decode([number]))]
 
 
 @dataclass(frozen=True)
@@ -161,15 +170,9 @@ class AnnotatedTokens:
 
 
 def align(annotation: Annotation, ids: np.ndarray, offsets: np.ndarray, taken: np.ndarray) -> AnnotatedTokens:
-    """Align the tokens of a text with its words.
-
-    Args:
-        ids: (T,) token ids of the whole text; offsets: (T, 2), the characters that each takes up, end exclusive.
-        taken: (W, N) int, which tokens of the text the windows hold.
-
-    Raises:
-        ConfigError: a word that no token touches; names it.
-    """
+    """Align the tokens of a text with its words. Raises ConfigError: a word that no token touches; names it. `ids` (T,) are the
+    token ids of the whole text, `offsets` (T, 2) the characters that each takes up, end exclusive; `taken` (W, N) int says which
+    tokens the windows hold."""
     start, end = annotation.start, annotation.end
     first = np.searchsorted(end, offsets[:, 0], side="right")  # first word that ends behind the token's beginning
     behind = np.searchsorted(start, offsets[:, 1], side="left")  # first word that begins behind the token's end
@@ -182,20 +185,350 @@ def align(annotation: Annotation, ids: np.ndarray, offsets: np.ndarray, taken: n
     reached = np.zeros(len(start) + 1, dtype=int)
     np.add.at(reached, first[touched > 0], 1)
     np.add.at(reached, behind[touched > 0], -1)
-    missed = np.flatnonzero(reached.cumsum()[:-1] == 0)
-    if len(missed):
+    if len(missed := np.flatnonzero(reached.cumsum()[:-1] == 0)):
         one = missed[0]
-        raise ConfigError(
-            f"annotation and text do not align: no token of the model is of word {one} (characters {start[one]} to {end[one]}, sentence "
-            f"{annotation.sentence_ids[annotation.sentence[one]]})."
-        )
-    pieces = np.bincount(word[word >= 0], minlength=len(start))
+        place = f"(characters {start[one]} to {end[one]}, sentence {annotation.sentence_ids[annotation.sentence[one]]})"
+        raise ConfigError(f"annotation and text do not align: no token of the model is of word {one} {place}.")
+    belongs = word >= 0
+    pieces = np.bincount(word[belongs], minlength=len(start))
     begins = np.concatenate([[True], word[1:] != word[:-1]])
-    run_start = np.maximum.accumulate(np.where(begins, np.arange(len(word)), 0))
-    piece = np.arange(len(word)) - run_start
-    occurrences = np.bincount(ids)[ids]
-    lengths = np.bincount(annotation.sentence[word[word >= 0]], minlength=len(annotation.sentence_ids))
-    return AnnotatedTokens(
-        annotation, word[taken], touched[taken], piece[taken], np.where(word >= 0, pieces[word], 0)[taken], occurrences[taken],
-        np.where(word >= 0, lengths[annotation.sentence[word]], 0)[taken],
-    )  # fmt: skip
+    piece = np.arange(len(word)) - np.maximum.accumulate(np.where(begins, np.arange(len(word)), 0))
+    lengths = np.bincount(annotation.sentence[word[belongs]], minlength=len(annotation.sentence_ids))
+    columns = (word, touched, piece, np.where(belongs, pieces[word], 0), np.bincount(ids)[ids])
+    of_sentence = np.where(belongs, lengths[annotation.sentence[word]], 0)
+    return AnnotatedTokens(annotation, *(column[taken] for column in (*columns, of_sentence)))
+
+
+# --- treebanks ------------------------------------------------------------------------------------------------------------------
+
+_COLUMNS = 10
+
+
+@dataclass
+class Sentence:
+    """One sentence.
+
+    Attributes:
+        name: its `sent_id`, or file and line.
+        text: as it is written.
+        begins: `document`, `paragraph` or "": what begins with it.
+        forms, tags, upos: by word; `tags` are the treebank's own (XPOS).
+        spans: by word, its characters in `text`, end exclusive.
+        tree: (label, words) of the smallest constituent that holds each word and the next one; empty without a tree.
+    """
+
+    name: str
+    text: str
+    begins: str
+    forms: list[str]
+    tags: list[str]
+    upos: list[str]
+    spans: list[tuple[int, int]]
+    tree: list[tuple[str, int]] = field(default_factory=list)
+
+
+def sentences(content: str, source: str) -> list[Sentence]:
+    """All sentences of a file; `source` is its name, for messages. Raises ConfigError: a line that is no CoNLL-U, a sentence
+    without text, or words that are not in its text; names the first place."""
+    numbered = enumerate((line.rstrip("\r") for line in content.split("\n")), 1)
+    blocks = [list(lines) for blank, lines in groupby(numbered, lambda one: not one[1].strip()) if not blank]
+    found = [_sentence(lines, source) for lines in blocks if any(not line.startswith("#") for _, line in lines)]
+    if not found:
+        raise ConfigError(f"{source} has no sentence: is it a CoNLL-U file?")
+    return found
+
+
+def _sentence(lines: list[tuple[int, str]], source: str) -> Sentence:
+    comments: dict[str, str] = {}
+    units: list[tuple[str, list[int]]] = []  # what is written as one, and the words that it stands for
+    words: list[list[str]] = []  # form, universal tag, the treebank's tag
+    covered = 0  # last word of the present multiword token
+    for number, line in lines:
+        if line.startswith("#"):
+            key, _, value = line[1:].partition("=")
+            comments[key.strip()] = value.strip()
+            continue
+        cells = line.split("\t")
+        if len(cells) != _COLUMNS:
+            raise ConfigError(f"{source}, line {number}: {len(cells)} columns where CoNLL-U has {_COLUMNS}, parted by tabs.")
+        place, form = cells[:2]
+        if "." in place:
+            continue  # an empty node is not written
+        if "-" in place:
+            low, covered = map(int, place.split("-"))
+            units.append((form, list(range(low - 1, covered))))
+            continue
+        if not place.isdigit() or int(place) != len(words) + 1:
+            raise ConfigError(f"{source}, line {number}: word {place!r} where word {len(words) + 1} was expected.")
+        if int(place) > covered:
+            units.append((form, [len(words)]))
+        words.append([form, *("" if tag == "_" else tag for tag in cells[3:5])])
+    name = comments.get("sent_id", f"{source}, line {lines[0][0]}")
+    if "text" not in comments:
+        raise ConfigError(f"{source}, sentence {name}: it has no `# text = …`, so its words cannot be found in it.")
+    begun = {key.partition(" ")[0] for key in comments}
+    begins = "document" if "newdoc" in begun else "paragraph" if "newpar" in begun else ""
+    forms, upos, tags = (list(column) for column in zip(*words, strict=True))
+    spans = _spans(comments["text"], units, forms, f"{source}, sentence {name}")
+    return Sentence(name, comments["text"], begins, forms, tags, upos, spans)
+
+
+def _spans(text: str, units: list[tuple[str, list[int]]], forms: list[str], place: str) -> list[tuple[int, int]]:
+    """Characters of every word. Words of one written unit share it in turn where they spell it, else each has all of it."""
+    spans: dict[int, tuple[int, int]] = {}
+    at, apart = 0, f"{place}: its words do not align with its text"
+    for written, words in units:
+        at = len(text) - len(text[at:].lstrip())
+        if not text.startswith(written, at):
+            raise ConfigError(f"{apart}: {written!r} was expected at character {at}, and there is {text[at : at + 20]!r}.")
+        end = at + len(written)
+        spelled = "".join(forms[word] for word in words) == written
+        for word in words:
+            spans[word] = (at, at + len(forms[word])) if spelled else (at, end)
+            at = spans[word][1] if spelled else at
+        at = end
+    if left := text[at:].lstrip():
+        raise ConfigError(f"{apart}: {left[:20]!r} at character {len(text) - len(left)} is no word.")
+    return [spans[word] for word in range(len(forms))]
+
+
+_BRACKET_OR_WORD = re.compile(r"\(\s*(?P<label>[^\s()]*)|\)|[^\s()]+")
+_ESCAPED = {"-LRB-": "(", "-RRB-": ")", "-LSB-": "[", "-RSB-": "]", "-LCB-": "{", "-RCB-": "}"}
+
+
+class Tree(NamedTuple):
+    """Leaves of a tree; and by leaf, label and number of leaves of the smallest constituent that holds it and the next one."""
+
+    leaves: list[str]
+    joints: dict[int, tuple[str, int]]
+
+
+def trees(content: str, source: str) -> list[Tree]:
+    """The bracketings of a file, in their order. A label is the part before `-` and `=` (function tags): NP of NP-SBJ. Raises
+    ConfigError: brackets that do not close, or a word outside of all brackets; names the tree."""
+    found = [Tree([], {})]  # the last one is open
+    stack: list[tuple[str, int, list[int]]] = []  # label, first leaf, first leaves of the children but the first child
+    for match in _BRACKET_OR_WORD.finditer(content):
+        tree, place = found[-1], f"{source}, tree {len(found)}"
+        token, leaf = match[0], len(tree.leaves)
+        if token == ")":
+            if not stack:
+                raise ConfigError(f"{place}: a bracket closes that was not opened.")
+            label, first, later = stack.pop()
+            plain = re.split(r"(?<!^)[-=]", label)[0]
+            for child in later:
+                if child < leaf:  # an empty constituent joins nothing
+                    tree.joints.setdefault(child - 1, (plain, leaf - first))
+            if not stack:
+                found.append(Tree([], {}))
+            continue
+        if stack and leaf > stack[-1][1]:
+            stack[-1][2].append(leaf)
+        if token[0] == "(":
+            stack.append((match["label"], leaf, []))
+        elif stack:
+            tree.leaves.append(token)
+        else:
+            raise ConfigError(f"{place}: {token!r} stands outside of all brackets.")
+    if stack:
+        raise ConfigError(f"{source}, tree {len(found)}: {len(stack)} brackets are not closed.")
+    return found[:-1]
+
+
+def joints(tree: Tree, words: Sequence[str], place: str) -> list[tuple[str, int]]:
+    """Of every word of a sentence, label and number of words of the smallest constituent that holds it and the next word; ("", 0)
+    of the last one. `place` is for messages. Raises ConfigError: a tree that does not cover its words."""
+    plain = partial(re.sub, "|".join(_ESCAPED), lambda found: _ESCAPED[found[0]])
+    for number, (leaf, word) in enumerate(zip_longest(tree.leaves, words), 1):
+        if leaf is None or word is None or plain(leaf) != plain(word):
+            apart = f"word {number} is {word!r} in the sentence and {leaf!r} in the tree"
+            raise ConfigError(f"{place}: the tree does not cover its words: {apart}.")
+    return [*(tree.joints[number] for number in range(len(words) - 1)), ("", 0)]
+
+
+_JOINED_BY = {"document": "\n\n", "paragraph": "\n", "": " "}
+_CALIBRATES = "dev"  # the section of splits.md; all other documents are scored
+_DOCUMENT = re.compile(r"\s*\* (\S+)")
+
+
+def read_treebank(path: Path, part: Part, tagset: str) -> tuple[str, Annotation]:
+    """Text and annotation of a treebank: a CoNLL-U file, which is one part, or a folder with `dep/*.conllu`, `const/*.ptb` and
+    `splits.md` (GUM). `tagset` is `penn`, the treebank's own tags, or `upos`, the universal ones. Raises ConfigError: a missing
+    file, annotation that does not align with its text or with its tree, an unknown tag; names the first place."""
+    found = _of_folder(path, part) if path.is_dir() else sentences(_content(path), path.name)
+    return joined(found, tagset)
+
+
+def joined(found: Sequence[Sentence], tagset: str = "penn") -> tuple[str, Annotation]:
+    """Sentences as one text with its annotation."""
+    text = ""
+    spans: list[tuple[int, int]] = []
+    for sentence in found:
+        text += _JOINED_BY[sentence.begins] if text else ""
+        spans += [(len(text) + start, len(text) + end) for start, end in sentence.spans]
+        text += sentence.text
+    upos = [tag for sentence in found for tag in sentence.upos]
+    tags = upos if tagset == "upos" else [tag for sentence in found for tag in sentence.tags]
+    places = [f"sentence {one.name}, word {number} ({form})" for one in found for number, form in enumerate(one.forms, 1)]
+    check_tags(tagset, tags, places)
+    labels, words = zip(*(joint for one in found for joint in one.tree or [("", 0)] * len(one.forms)), strict=True)
+    numbers, names = [i for i, one in enumerate(found) for _ in one.forms], [one.name for one in found]
+    return text, Annotation(tagset, *map(np.array, (*zip(*spans, strict=True), tags, upos, numbers, names, labels, words)))
+
+
+def _of_folder(folder: Path, part: Part) -> list[Sentence]:
+    sections = (section.splitlines() for section in _content(folder / "splits.md").split("\n## ")[1:])
+    if (listed := next((lines for lines in sections if lines and lines[0].strip() == _CALIBRATES), None)) is None:
+        raise ConfigError(f"splits.md has no section {_CALIBRATES!r}: it says which documents calibrate.")
+    calibrating = {match[1] for match in map(_DOCUMENT.match, listed) if match}
+    found: list[Sentence] = []
+    for name in sorted(path.stem for path in (folder / "dep").glob("*.conllu")):
+        if (name in calibrating) != (part == "calibration"):
+            continue
+        document = sentences(_content(folder / "dep" / f"{name}.conllu"), f"{name}.conllu")
+        parsed = trees(_content(folder / "const" / f"{name}.ptb"), f"{name}.ptb")
+        if len(parsed) != len(document):
+            apart = f"{name} has {len(document)} sentences in dep/ and {len(parsed)} trees in const/"
+            raise ConfigError(f"{folder}: {apart}: they are not of one release.")
+        for sentence, tree in zip(document, parsed, strict=True):
+            sentence.tree = joints(tree, sentence.forms, f"{name}.ptb, sentence {sentence.name}")
+        found += document
+    if not found:
+        purpose = "calibrate on" if part == "calibration" else "score"
+        raise ConfigError(f"{folder} has no document to {purpose}: {folder}/dep/*.conllu.")
+    return found
+
+
+def _content(path: Path) -> str:
+    try:
+        return read_bytes(path).decode("utf-8")
+    except FileNotFoundError:
+        remedy = "Give another data.root=/folder or dataset.files.test=…"
+        raise ConfigError(f"{path} is missing: the treebank is not whole. {remedy}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from error
+
+
+# --- tags that are not gold -----------------------------------------------------------------------------------------------------
+
+SPACY_MODELS = ("en_core_web_trf", "en_core_web_lg", "en_core_web_md", "en_core_web_sm")
+PERCEPTRON = "perceptron"
+_WORD = re.compile(r"\S+")
+_ENDS = frozenset(".?!")
+_AUXILIARY = "|AUX"  # behind a tag: what the treebank's universal tag calls AUX
+# Words that WikiText has and no treebank: what the tagger reads for them, and their tag whatever it says (it would take them for numbers and
+# names): hyphens and points within a word, marks of a heading, dashes.
+_MARKS = {"@-@": ("-", "HYPH"), "@,@": (",", ","), "@.@": (".", "."), "=": ("=", "NFP"), "–": ("–", ":"), "—": ("—", ":")}
+_PASSES = 3  # over the training sentences
+Tagged = list[tuple[str, bool]]  # Penn tag, and whether it is an auxiliary, by word
+
+
+def tag_text(text: str, config: TaggerConfig, root: Path | None, cache: Path | None) -> tuple[Annotation, str]:
+    """Annotation of a text whose words are parted by white space (WikiText), and the sentence that says whose tags these are. The
+    treebanks of `config` lie in `root`; `cache` keeps the tags, as training and tagging take a minute. Raises ConfigError: no
+    tagger that was asked for, a missing treebank, a text without words."""
+    words = [match.span() for match in _WORD.finditer(text)]
+    if not words:
+        raise ConfigError("the text has no word to be tagged.")
+    forms = [text[start:end] for start, end in words]
+    sentence, number = [], 0  # one ends with its mark, or with its line
+    for form, (_, end), (following, _) in zip(forms, words, [*words[1:], (len(text), 0)], strict=True):
+        sentence.append(number)
+        number += form in _ENDS or "\n" in text[end:following]
+    tags, said = _kept(text, forms, sentence, config, root, cache)
+    plain = [tag.removesuffix(_AUXILIARY) for tag in tags]
+    check_tags("penn", plain, [f"word {number} ({form}), {said}" for number, form in enumerate(forms, 1)])
+    upos = ["AUX" if tag.endswith(_AUXILIARY) else "" for tag in tags]
+    names, count = [f"sentence {number + 1}" for number in range(sentence[-1] + 1)], len(words)
+    return Annotation("penn", *np.array(words).T, *map(np.array, (plain, upos, sentence, names, [""] * count, [0] * count))), said
+
+
+def _kept(
+    text: str, forms: list[str], sentence: list[int], config: TaggerConfig, root: Path | None, cache: Path | None
+) -> tuple[list[str], str]:
+    """Tags, kept in `cache` by text, tagger and treebanks; and what is said of them."""
+    chosen = _chosen(config.name)
+    banks = [_treebank(below(root, name)) for name in (config.train, config.test)]
+    digests = [hashlib.sha256(content).hexdigest() for content in (text.encode(), *banks)]
+    key = hashlib.sha256(json.dumps([asdict(config), chosen, _MARKS, *digests]).encode()).hexdigest()
+    path = None if cache is None else cache / f"tags-{key[:20]}.json"
+    if path is not None and path.is_file():
+        content = read_json(path)
+        return content["tags"], content["said"]
+    train, test = (
+        sentences(content.decode("utf-8"), str(name)) for content, name in zip(banks, (config.train, config.test), strict=True)
+    )
+    tagger = _Perceptron(train) if chosen == PERCEPTRON else _Spacy(chosen)
+    grouped: list[list[str]] = [[] for _ in range(sentence[-1] + 1)]
+    for form, number in zip(forms, sentence, strict=True):
+        grouped[number].append(_MARKS[form][0] if form in _MARKS else form)
+    said_of = (tag + _AUXILIARY * auxiliary for one in tagger.tag(grouped) for tag, auxiliary in one)
+    tags = [_MARKS[form][1] if form in _MARKS else tag for form, tag in zip(forms, said_of, strict=True)]
+    found = tagger.tag([one.forms for one in test])
+    right = [gold == tag for one, said in zip(test, found, strict=True) for gold, (tag, _) in zip(one.tags, said, strict=True)]
+    share = f"{100 * sum(right) / len(right):.1f}% of the {len(right):,} words of {Path(config.test).name}"
+    said = f"tagged by {tagger.name}: {share} are right"
+    if path is not None:
+        write_atomically(path, json.dumps({"tags": tags, "said": said}).encode())
+    return tags, said
+
+
+def _chosen(name: str) -> str:
+    """`perceptron`, or the name of a spaCy model that is installed."""
+    if name == PERCEPTRON:
+        return name
+    if name == "auto":
+        return next((model for model in SPACY_MODELS if find_spec("spacy") and find_spec(model)), PERCEPTRON)
+    if not (find_spec("spacy") and find_spec(name)):
+        raise ConfigError(
+            f"dataset.tagger.name={name}: that spaCy model is not installed. Install it (python -m spacy download {name}), or give "
+            "dataset.tagger.name=perceptron, which is trained on a treebank."
+        )
+    return name
+
+
+def _treebank(path: Path) -> bytes:
+    try:
+        return read_bytes(path)
+    except OSError as error:
+        remedy = "Give data.root=/folder, or dataset.tagger.train=… and dataset.tagger.test=…"
+        why = f"cannot be read ({error.strerror}), which the tagger is trained or judged on"
+        raise ConfigError(f"dataset.tagger: the treebank {path} {why}. {remedy}") from None
+
+
+class _Perceptron:
+    """NLTK's averaged perceptron, trained here."""
+
+    def __init__(self, train: Sequence[Sentence]) -> None:
+        try:
+            from nltk.tag.perceptron import PerceptronTagger
+        except ImportError:
+            needs = f"needs nltk, which is not installed: {installing('linguistics')}"
+            raise ConfigError(f"dataset.tagger.name=perceptron {needs}.") from None
+        self._tagger: Any = PerceptronTagger(load=False)
+        known, gold = table()["penn"], []
+        for one in train:
+            words = zip(one.forms, one.tags, one.upos, strict=True)
+            gold.append([(form, tag + _AUXILIARY * (upos == "AUX")) for form, tag, upos in words if tag in known])
+        self._tagger.train([one for one in gold if one], nr_iter=_PASSES)
+        self.name = f"an averaged perceptron (nltk {version('nltk')}) trained on {len(gold):,} sentences with gold tags"
+
+    def tag(self, sentences: Sequence[Sequence[str]]) -> Iterator[Tagged]:
+        for one in sentences:
+            yield [(tag.removesuffix(_AUXILIARY), tag.endswith(_AUXILIARY)) for _, tag in self._tagger.tag(list(one))]
+
+
+class _Spacy:
+    """A spaCy model, given the words as they are."""
+
+    def __init__(self, model: str) -> None:
+        import spacy
+
+        self._model: Any = spacy.load(model, exclude=["ner", "lemmatizer"])
+        self.name = f"spaCy's {model} {version(model)}"
+
+    def tag(self, sentences: Sequence[Sequence[str]]) -> Iterator[Tagged]:
+        from spacy.tokens import Doc
+
+        for document in self._model.pipe(Doc(self._model.vocab, words=list(one)) for one in sentences):
+            yield [(token.tag_, token.pos_ == "AUX") for token in document]

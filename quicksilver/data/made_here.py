@@ -31,15 +31,11 @@ def python_docs(part: Part) -> str:
                 paragraphs.append(paragraph)
             if len(words) >= _REPEATED_FROM:
                 seen.add(words)
-        if paragraphs and _part_of(name) == part:
+        # By the name's digest: a topic that a new CPython adds moves no other topic to the other part.
+        calibrates = int(hashlib.sha256(name.encode()).hexdigest(), 16) % _CALIBRATES_ONE_IN == 0
+        if paragraphs and calibrates == (part == "calibration"):
             kept.append("\n\n".join(paragraphs))
     return "\n\n".join(kept)
-
-
-def _part_of(topic: str) -> Part:
-    # By the name's digest: a topic that a new CPython adds moves no other topic to the other part.
-    number = int(hashlib.sha256(topic.encode()).hexdigest(), 16)
-    return "calibration" if number % _CALIBRATES_ONE_IN == 0 else "test"
 
 
 # Packages that every Python from 3.11 on carries. Their text is removed from what the far-context models learn (scripts/reference_corpus.py).
@@ -51,11 +47,8 @@ PACKAGES: dict[Part, tuple[str, ...]] = {
 
 
 def python_source(part: Part) -> str:
-    """The files of one part, each whole; a package is wholly in one part.
-
-    Raises:
-        FileNotFoundError: this Python carries no source of its library.
-    """
+    """The files of one part, each whole; a package is wholly in one part. Raises FileNotFoundError: this Python carries no source
+    of its library."""
     return "\n\n".join(path.read_text(encoding="utf-8").strip() for path in source_files(part))
 
 
@@ -75,14 +68,12 @@ _SEEDS = {"test": 20, "calibration": 21}
 _PASSAGE_CHARACTERS = 900  # some 250 tokens of the reference models
 _FILLER_CHARACTERS = 600
 _COPIES = 3
-_ADJECTIVES, _THINGS, _PLACES = (
-    words.split()
-    for words in (
-        "brass silver broken painted wooden heavy small ancient green narrow hollow square",
-        "kettle lantern ladder mirror compass violin saddle anchor basket clock barrel candle",
-        "cellar attic garden stable library kitchen tower harbour chapel market orchard mill",
-    )
-)
+_WORDS = """
+    brass silver broken painted wooden heavy small ancient green narrow hollow square
+    kettle lantern ladder mirror compass violin saddle anchor basket clock barrel candle
+    cellar attic garden stable library kitchen tower harbour chapel market orchard mill
+"""
+_ADJECTIVES, _THINGS, _PLACES = map(str.split, _WORDS.strip().splitlines())
 
 
 def far_context(kind: FarContext, part: Part) -> str:
@@ -108,9 +99,6 @@ def _passages(text: str, characters: int) -> list[str]:
 
 
 def _with_questions(passage: str, draw: random.Random) -> str:
-    adjectives, things, places = (draw.sample(words, len(words)) for words in (_ADJECTIVES, _THINGS, _PLACES))
-    facts = [
-        f"Where is the {adjective} {thing}? In the {place}."
-        for adjective, thing, place in zip(adjectives, things, places, strict=True)
-    ]
+    shuffled = [draw.sample(words, len(words)) for words in (_ADJECTIVES, _THINGS, _PLACES)]
+    facts = [f"Where is the {adjective} {thing}? In the {place}." for adjective, thing, place in zip(*shuffled, strict=True)]
     return "\n\n".join(["\n".join(facts), passage, "\n".join(draw.sample(facts, len(facts)))])

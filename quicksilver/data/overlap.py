@@ -28,7 +28,6 @@ class Filtered:
     """Text without the paragraphs that an evaluation text has, too.
 
     Attributes:
-        text: what is left, paragraphs in their order.
         paragraphs, removed: how many there were, and how many were left out.
         removed_by: of these, how many share an n-gram with each evaluation text (one may share with several).
     """
@@ -46,14 +45,13 @@ def without_overlap(text: str, evaluation: Mapping[str, str], words: int = NGRAM
     """
     held = {name: set(ngrams(other, words)) for name, other in evaluation.items()}
     lines = text.splitlines(keepends=True)
-    of_word = [(word, number) for number, line in enumerate(lines) for word in _WORD.findall(line.lower())]
-    removed: dict[int, set[str]] = {}
-    for i in range(len(of_word) - words + 1):
-        gram = hash(tuple(word for word, _ in of_word[i : i + words]))
+    of_word = [number for number, line in enumerate(lines) for _ in _WORD.findall(line.lower())]
+    removed: dict[str, set[int]] = {name: set() for name in held}
+    for i, gram in enumerate(ngrams(text, words)):
         for name, grams in held.items():
             if gram in grams:
-                for _, number in of_word[i : i + words]:
-                    removed.setdefault(number, set()).add(name)
-    kept = "".join(line for number, line in enumerate(lines) if number not in removed)
-    by = {name: sum(name in names for names in removed.values()) for name in held}
-    return Filtered(kept, sum(1 for line in lines if line.strip()), len(removed), by)
+                removed[name].update(of_word[i : i + words])
+    every = set().union(*removed.values())
+    kept = "".join(line for number, line in enumerate(lines) if number not in every)
+    by = {name: len(numbers) for name, numbers in removed.items()}
+    return Filtered(kept, sum(1 for line in lines if line.strip()), len(every), by)

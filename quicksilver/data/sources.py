@@ -30,11 +30,8 @@ def kind_of(value: object) -> str:
 
 
 def json_lines(path: Path, content: str, take: Callable[[dict[str, Any]], T], needs: str) -> Iterator[T]:
-    """What `take` makes of the json object in each line that is not blank.
-
-    Raises:
-        ConfigError: a line that is no json object, or one for which `take` raises ValueError; `needs` says what a line must be.
-    """
+    """What `take` makes of the json object in each line that is not blank. Raises ConfigError: a line that is no json object, or
+    one for which `take` raises ValueError; `needs` says what a line must be."""
     # Not splitlines: it also cuts at U+2028, U+0085 and others, which may stand inside a json string.
     for number, line in enumerate(content.split("\n"), 1):
         if not line.strip():
@@ -60,15 +57,11 @@ def from_hub(
     what: str = "",
     streaming: bool = False,
 ) -> tuple[bytes, str]:
-    """Content that `make` draws from the rows of a split, and its source for the record.
+    """Content that `make` draws from the rows of a split, and its source for the record. Raises ConfigError: a hub that cannot be
+    reached. `offline` is what a person without a network may give, `what` stands in messages behind the dataset's name.
 
-    Args:
-        kept: a file of its kind in the folder that keeps what was fetched; its stem is replaced by a digest of `wanted`. None: not kept.
-        offline: what a person without a network may give.
-        what: for messages, behind the dataset's name.
-
-    Raises:
-        ConfigError: a hub that cannot be reached.
+    `kept` is a file of its kind in the folder that keeps what was fetched; its stem is replaced by a digest of `wanted`. None:
+    not kept.
     """
     hub = config.hub
     source = f"hub:{hub.id}/{hub.config or 'default'}@{hub.revision or 'main'}:{split}"

@@ -1,4 +1,6 @@
-"""Labelled examples of a task: rows from files or the hub, a template that makes prompts of them, and the words a causal model chooses among."""
+"""Labelled examples of a task: rows from files or the hub, a template that makes prompts of them, the words a causal model chooses
+among, and the metrics that judge its answers, by GLUE's and SuperGLUE's own definitions.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +8,19 @@ import csv
 import io
 import json
 import string
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from quicksilver.data.scores import METRICS
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike, NDArray
+
 from quicksilver.data.sources import below, from_hub, json_lines
 from quicksilver.data.spec import DatasetConfig, Part, SplitConfig, TaskConfig
-from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.errors import ConfigError, installing
 from quicksilver.runtime.reading import read_bytes
 
 BETWEEN = "\n\n"  # examples of one text, and the shots before a prompt
@@ -52,14 +57,8 @@ class TaskExamples:
 
 def read_task(config: DatasetConfig, part: Part = "test", *, root: Path | None = None, cache: Path | None = None) -> TaskExamples:
     """The labelled examples of a task: the validation split (`test`), or those that are fitted and calibrated on (`calibration`).
-
-    Args:
-        root: data.root, where relative files lie.
-        cache: folder that keeps what was streamed from the hub.
-
-    Raises:
-        ConfigError: no task, no such file, a hub that cannot be reached, a row that the template or the labels do not fit.
-    """
+    Relative files lie in `root`; `cache` keeps what was streamed from the hub. Raises ConfigError: no task, no such file, a hub
+    that cannot be reached, a row that the template or the labels do not fit."""
     task = config.task
     if task is None:
         raise ConfigError(f"dataset={config.name} has no labelled examples: take a task, such as dataset=sst2.")
@@ -90,20 +89,13 @@ def answer(one: Example) -> str:
 
 
 def example(task: TaskConfig, row: Mapping[str, Any], number: int) -> Example:
-    """A row as an example.
-
-    Raises:
-        ConfigError: a field that the row lacks, an empty text, a label that is none, or outside `task.labels`.
-    """
+    """A row as an example. Raises ConfigError: a field that the row lacks, an empty text, a label that is none, or outside
+    `task.labels`."""
     row = {**row, **row["target"]} if isinstance(row.get("target"), Mapping) else row
-    fields = {
-        name: task.rename.get(name, {}).get(str(value), value.strip() if isinstance(value, str) else value)
-        for name, value in row.items()
-    }
-    texts = [
-        _filled("dataset.task.template", task.template, fields, row, number),
-        *(str(fields.get(c, "")) for c in task.choices),
-    ]
+    plain = {name: value.strip() if isinstance(value, str) else value for name, value in row.items()}
+    fields = {name: task.rename.get(name, {}).get(str(row[name]), value) for name, value in plain.items()}
+    prompt = _filled("dataset.task.template", task.template, fields, row, number)
+    texts = [prompt, *(str(fields.get(name, "")) for name in task.choices)]
     for name in task.choices:
         if name not in row:
             raise ConfigError(f"dataset.task.choices names {name!r}, and row {number} has {', '.join(sorted(row))}.")
@@ -132,10 +124,9 @@ def _filled(key: str, template: str, fields: Mapping[str, Any], row: Mapping[str
 
 def _gold(task: TaskConfig, row: Mapping[str, Any], number: int) -> float:
     if task.label not in row:
-        raise ConfigError(
-            f"row {number} has no {task.label!r}, only {', '.join(sorted(map(str, row)))}: this split has no labels. Name the column with "
-            "dataset.task.label=…, or take a labelled split."
-        )
+        there = f"row {number} has no {task.label!r}, only {', '.join(sorted(map(str, row)))}"
+        remedy = "Name the column with dataset.task.label=…, or take a labelled split."
+        raise ConfigError(f"{there}: this split has no labels. {remedy}")
     value = row[task.label]
     spelled = str(value).strip().lower()
     if spelled in ("", "-1", "none"):
@@ -167,10 +158,8 @@ def _check(name: str, task: TaskConfig) -> None:
         raise ConfigError(f"dataset.task.template={task.template!r} is no template: {error}.") from error
     wrong = next((metric for metric in task.metrics if metric not in METRICS), None)
     if wrong is not None or not task.metrics:
-        problem = (
-            "dataset.task.metrics is empty: there" if wrong is None else f"dataset.task.metrics: there is no {wrong!r}; there"
-        )
-        raise ConfigError(f"{problem} are {', '.join(METRICS)}.")
+        problem = " is empty:" if wrong is None else f": there is no {wrong!r};"
+        raise ConfigError(f"dataset.task.metrics{problem} there are {', '.join(METRICS)}.")
     for split in (task.train, task.validation):
         if split.end_row is not None and split.end_row <= split.first_row:
             raise ConfigError(f"dataset.task: rows {split.first_row} to {split.end_row} are none: give end_row above first_row.")
@@ -179,10 +168,9 @@ def _check(name: str, task: TaskConfig) -> None:
 def _shots(config: DatasetConfig, task: TaskConfig, root: Path | None, cache: Path | None) -> str:
     """The first training rows, as many of each label as of the others, in their order."""
     rows, _ = _rows(config, task, task.train, "calibration", root, cache)
-    most = -(-task.shots // max(len(task.labels), 1)) if task.labels else task.shots
+    most = -(-task.shots // max(len(task.labels), 1))
     taken: list[Example] = []
-    for number, row in rows:
-        one = example(task, row, number)
+    for one in (example(task, row, number) for number, row in rows):
         if sum(other.gold == one.gold for other in taken) < most:
             taken.append(one)
         if len(taken) == task.shots:
@@ -205,23 +193,17 @@ def _rows(
         rows: Iterable[dict[str, Any]] = chain.from_iterable(_file_rows(path, task.columns) for path in paths)
         source = " + ".join(map(str, paths))
     else:
-        key = "validation" if part == "test" else "train"
+        key = "dataset.task." + ("validation" if part == "test" else "train")
         if config.hub.id is None:
-            raise ConfigError(
-                f"dataset={config.name}: there is no file {missing} for dataset.task.{key}. Give data.root=/folder (QUICKSILVER_DATA), or "
-                f"dataset.task.{key}.files=[/path/of.tsv]."
-                if missing
-                else f"dataset={config.name}: dataset.task.{key} has no file and dataset.hub no id: give one of them."
-            )
-        offline = (
-            "unavailable offline",
-            f"give dataset.task.{key}.files=[/path/of.tsv or .jsonl]",
-            "or take a task that data.root holds, such as dataset=rte",
-        )
-        name = split.hub or key
+            remedy = f"Give data.root=/folder (QUICKSILVER_DATA), or {key}.files=[/path/of.tsv]."
+            without = f"there is no file {missing} for {key}. {remedy}"
+            nowhere = f"{key} has no file and dataset.hub no id: give one of them."
+            raise ConfigError(f"dataset={config.name}: {without if missing else nowhere}")
+        files, other = f"give {key}.files=[/path/of.tsv or .jsonl]", "or take a task that data.root holds, such as dataset=rte"
+        name = split.hub or key.rpartition(".")[2]
         content, source = from_hub(
-            config, name, lambda rows: "".join(json.dumps(dict(row)) + "\n" for row in rows).encode(), offline=offline,
-            kept=cache and cache / "rows.jsonl", wanted=[asdict(config.hub), name],
+            config, name, lambda rows: "".join(json.dumps(dict(row)) + "\n" for row in rows).encode(),
+            offline=("unavailable offline", files, other), kept=cache and cache / "rows.jsonl", wanted=[asdict(config.hub), name],
             what="" if missing is None else f": there is no file {missing}, and of the hub's {config.hub.id}",
         )  # fmt: skip
         rows = _jsonl(Path(source), content.decode("utf-8"))
@@ -229,11 +211,8 @@ def _rows(
 
 
 def _file_rows(path: Path, columns: list[str]) -> Iterator[dict[str, Any]]:
-    """Rows of a tsv file (with a header, or `columns`) or of a jsonl file.
-
-    Raises:
-        ConfigError: a file that cannot be read, a line that is no row.
-    """
+    """Rows of a tsv file (with a header, or `columns`) or of a jsonl file. Raises ConfigError: a file that cannot be read, a line
+    that is no row."""
     try:
         content = read_bytes(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -255,11 +234,112 @@ def _jsonl(path: Path, content: str) -> Iterator[dict[str, Any]]:
 def _multirc(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """A passage with its questions and their answers, as the hub has it: a row an answer."""
     for q, question in enumerate(row["passage"]["questions"]):
-        for a, answer_ in enumerate(question["answers"]):
-            yield {
-                "paragraph": row["passage"]["text"],
-                "question": question["question"],
-                "answer": answer_["text"],
-                "label": answer_.get("label"),
-                "idx": {"paragraph": row.get("idx"), "question": q, "answer": a},
-            }
+        asked = {"paragraph": row["passage"]["text"], "question": question["question"]}
+        for a, one in enumerate(question["answers"]):
+            place = {"paragraph": row.get("idx"), "question": q, "answer": a}
+            yield {**asked, "answer": one["text"], "label": one.get("label"), "idx": place}
+
+
+# --- metrics, over the last axis: a bootstrap asks for thousands of draws at once -----------------------------------------------
+
+Numbers = NDArray[np.float64]
+Metric = Callable[[Numbers, Numbers], Numbers]
+
+
+def accuracy(gold: Numbers, predicted: Numbers) -> Numbers:
+    """Share that is right: (…, E) to (…)."""
+    return (gold == predicted).mean(-1)
+
+
+def matthews(gold: Numbers, predicted: Numbers) -> Numbers:
+    """Matthews correlation of two classes, 0 where one side has a single class: (…, E) to (…)."""
+    return pearson(gold, predicted)  # of 0 and 1 the two are one number
+
+
+def f1(gold: Numbers, predicted: Numbers, of: float = 1.0) -> Numbers:
+    """F1 of the class `of`, 0 where it is neither there nor predicted: (…, E) to (…)."""
+    both = ((gold == of) & (predicted == of)).sum(-1)
+    either = (gold == of).sum(-1) + (predicted == of).sum(-1)
+    return 2 * both / np.maximum(either, 1)
+
+
+def f1_macro(gold: Numbers, predicted: Numbers) -> Numbers:
+    """Mean F1 of the classes that are there or predicted: (…, E) to (…)."""
+    classes = np.union1d(gold, predicted)
+    there = np.stack([((gold == one) | (predicted == one)).any(-1) for one in classes])
+    scores = np.stack([f1(gold, predicted, one) for one in classes])
+    return (scores * there).sum(0) / there.sum(0)
+
+
+def pearson(gold: Numbers, predicted: Numbers) -> Numbers:
+    """Correlation, 0 where one side does not vary: (…, E) to (…)."""
+    x, y = (values - values.mean(-1, keepdims=True) for values in (gold, predicted))
+    scale = np.sqrt((x**2).sum(-1) * (y**2).sum(-1))
+    return np.where(scale > 1e-12, (x * y).sum(-1) / np.maximum(scale, 1e-12), 0.0)
+
+
+def spearman(gold: Numbers, predicted: Numbers) -> Numbers:
+    """Correlation of ranks: (…, E) to (…)."""
+    from scipy.stats import rankdata
+
+    return pearson(rankdata(gold, axis=-1), rankdata(predicted, axis=-1))
+
+
+# What `dataset.task.metrics` may name -> the numbers it gives; the first is the task's own score.
+METRICS: Mapping[str, Mapping[str, Metric]] = {
+    "accuracy": {"accuracy": accuracy}, "matthews": {"matthews": matthews}, "f1": {"f1": f1}, "f1_macro": {"f1_macro": f1_macro},
+    "pearson_spearman": {"pearson": pearson, "spearman": spearman}, "multirc": {"f1a": f1},
+}  # fmt: skip
+
+
+def metric(names: Sequence[str]) -> tuple[str, Metric]:
+    """Name and function of a task's own score."""
+    return next(iter(METRICS[names[0]].items()))
+
+
+def scored(names: Sequence[str], gold: ArrayLike, predicted: ArrayLike, groups: Sequence[str] = ()) -> dict[str, float]:
+    """All numbers of some metrics by name, the task's own score first, of (E,) class numbers or values of a regression. `groups`,
+    (E,), are judged together: `multirc` adds the share of groups in which all is right."""
+    y, z = np.asarray(gold, dtype=np.float64), np.asarray(predicted, dtype=np.float64)
+    found = {key: float(of(y, z)) for name in names for key, of in METRICS[name].items()}
+    if "multirc" in names:
+        found["exact_match"] = float(pd.Series(y == z).groupby(list(groups)).all().mean())
+    return found
+
+
+def load_metric(metric: str) -> Callable[[Sequence[float], Sequence[float]], dict[str, float]]:
+    """A metric of `evaluate`, to be given gold and predicted, (E,) class numbers or values of a regression; it gives its numbers
+    by name. `metric` is the path of a metric script, or a name of the hub with its configuration behind a slash: `accuracy`,
+    `glue/sst2`. Raises ConfigError: `evaluate` is not installed, or the metric cannot be had; when called: it refuses the
+    answers."""
+    asked = f"measure.task.evaluate={metric}"
+    try:
+        import evaluate
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{asked} needs {error.name}, which is not installed: {installing('tasks')}.") from error
+    script = metric.endswith(".py")
+    if script and not Path(metric).is_file():
+        raise ConfigError(f"{asked}: there is no such file.")
+    name, _, configuration = (metric, "", "") if script else metric.partition("/")
+    try:
+        module = evaluate.load(name, config_name=configuration or None, module_type="metric", keep_in_memory=True)
+    except Exception as error:  # whatever a script, a hub or the lack of one raises
+        raise ConfigError(
+            f"{asked} cannot be loaded ({_first_line(error)}). Without a network give the path of a metric script, or leave it out: "
+            "score and scores are computed by this package, as scikit-learn computes them."
+        ) from error
+
+    def evaluated(gold: Sequence[float], predicted: Sequence[float]) -> dict[str, float]:
+        kind: Any = int if all(float(one).is_integer() for one in (*gold, *predicted)) else float
+        try:
+            found = module.compute(references=[kind(one) for one in gold], predictions=[kind(one) for one in predicted])
+        except Exception as error:  # the script's own
+            raise ConfigError(f"{asked} refuses these answers: {_first_line(error)}.") from error
+        return {str(name): float(value) for name, value in found.items()}
+
+    return evaluated
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.') if lines else 'no message'}"

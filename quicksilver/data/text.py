@@ -5,16 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from quicksilver.data.annotation import Annotation
+from quicksilver.data.annotation import Annotation, read_treebank, tag_text
 from quicksilver.data.made_here import far_context, python_docs, python_source
 from quicksilver.data.sources import below, from_hub, json_lines, kind_of
 from quicksilver.data.spec import ANNOTATED, DatasetConfig, FarContext, Part
-from quicksilver.data.treebank import read_treebank
+from quicksilver.data.tasks import read_task, text_of
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.reading import read_bytes
 
@@ -41,16 +41,9 @@ class Text:
 
 
 def read_text(config: DatasetConfig, part: Part = "test", *, root: Path | None = None, cache: Path | None = None) -> Text:
-    """Read one part of a dataset: local files where they are, else the hub.
-
-    Args:
-        root: data.root, where relative files lie.
-        cache: folder that keeps what was streamed, so that a resumed run reads the same text without the network.
-
-    Raises:
-        ConfigError: no such part, a missing, empty or binary file, a hub that cannot be reached. The message names the offline
-            choices.
-    """
+    """Read one part of a dataset: local files where they are, else the hub. Relative files lie in `root`; `cache` keeps what was
+    streamed, so that a resumed run reads the same text without the network. Raises ConfigError: no such part, a missing, empty or
+    binary file, a hub that cannot be reached; the message names the offline choices."""
     if config.reader == "pydoc":
         if config.files.test or config.files.calibration or config.hub.id:
             raise ConfigError("dataset.files and dataset.hub have no effect on python-docs, CPython's own: use dataset=file.")
@@ -64,12 +57,15 @@ def read_text(config: DatasetConfig, part: Part = "test", *, root: Path | None =
         kind: FarContext = "copy" if config.reader == "far-copy" else "recall"
         return Text(far_context(kind, part), f"far context by seed: {kind}")
     if config.reader == "task":
-        from quicksilver.data.tasks import read_task, text_of
-
         task = read_task(config, part, root=root, cache=cache)
         return Text(text_of(task.examples), task.source)
-    if config.reader == "tagged":
-        return _tagged(config, part, root, cache)
+    if config.reader == "tagged":  # what calibrates needs no tags
+        plain = read_text(replace(config, reader="lines", tagger=None), part, root=root, cache=cache)
+        if part == "calibration":
+            return plain
+        assert config.tagger is not None  # checked where the config is composed
+        annotation, said = tag_text(plain.text, config.tagger, root, cache)
+        return Text(plain.text, f"{plain.source}; {said}", annotation)
     name = getattr(config.files, part)
     path = None if name is None else below(root, name)
     if path is not None and path.exists():
@@ -82,27 +78,14 @@ def read_text(config: DatasetConfig, part: Part = "test", *, root: Path | None =
     return _from_hub(config, part, path, cache)
 
 
-def _tagged(config: DatasetConfig, part: Part, root: Path | None, cache: Path | None) -> Text:
-    """A text of lines with tags that are not gold; what calibrates needs none."""
-    from quicksilver.data.tagging import tag_text
-
-    plain = read_text(replace(config, reader="lines", tagger=None), part, root=root, cache=cache)
-    if part == "calibration":
-        return plain
-    assert config.tagger is not None  # checked where the config is composed
-    annotation, said = tag_text(plain.text, config.tagger, root, cache)
-    return Text(plain.text, f"{plain.source}; {said}", annotation)
-
-
 def _what_is_missing(part: Part, path: Path | None, root: Path | None) -> str:
     key = f"dataset.files.{part}"
     if path is None:
         return f" has no text {'to calibrate on' if part == 'calibration' else 'to score'}: give {key}=/path/of/a/text."
     if root is None and not path.is_absolute():
-        return (
-            f": there is no file {path}. It is looked for below data.root, which is not set: give data.root=/folder (or QUICKSILVER_DATA), or "
-            f"{key}=/path/of/the/file. `quicksilver list dataset` says what each text is."
-        )
+        remedy = f"give data.root=/folder (or QUICKSILVER_DATA), or {key}=/path/of/the/file."
+        where = f"It is looked for below data.root, which is not set: {remedy} `quicksilver list dataset` says what each text is."
+        return f": there is no file {path}. {where}"
     return f": there is no file {path}. Give another data.root=/folder, or {key}=/path/of/the/file."
 
 
@@ -117,16 +100,15 @@ def _read_file(config: DatasetConfig, part: Part, path: Path) -> str:
     if "\0" in text:
         raise ConfigError(f"{where} is binary (a zero byte at character {text.index(chr(0))}). Give a text file.")
     if config.reader == "text" and (longest := max(map(len, text.split("\n")))) > LONGEST_LINE:
-        raise ConfigError(
-            f"{where} has a line of {longest:,} characters, and at most {LONGEST_LINE:,} are read: is it a text? Break it into lines."
-        )
+        most = f"at most {LONGEST_LINE:,} are read: is it a text? Break it into lines."
+        raise ConfigError(f"{where} has a line of {longest:,} characters, and {most}")
     if config.reader == "documents":
         field = config.hub.text_field
         needs = (
-            f'Each line must be a json object with a text, such as {{"{field}": "…"}}: mend or remove the line, or name another field with '
-            "dataset.hub.text_field=…"
+            f'Each line must be a json object with a text, such as {{"{field}": "…"}}: mend or remove the line, or name another'
         )
-        text = "\n\n".join(_slice(config, part, json_lines(path, text, lambda row: _document(row, field), needs)))
+        rows = json_lines(path, text, partial(_document, field=field), f"{needs} field with dataset.hub.text_field=…")
+        text = "\n\n".join(_slice(config, part, rows))
     if not text.strip():
         raise ConfigError(f"{where} has no text in its {part} part.")
     return text
@@ -147,14 +129,13 @@ def _slice(config: DatasetConfig, part: Part, documents: Iterable[str]) -> Itera
     if part == "test":
         return islice(documents, config.documents)
     if config.documents is None or config.calibration_documents is None:
-        raise ConfigError(
-            f"dataset={config.name}: calibrating needs dataset.documents and dataset.calibration_documents, so that the parts are disjoint."
-        )
+        needs = "dataset.documents and dataset.calibration_documents, so that the parts are disjoint"
+        raise ConfigError(f"dataset={config.name}: calibrating needs {needs}.")
     return islice(documents, config.documents, config.documents + config.calibration_documents)
 
 
 def _from_hub(config: DatasetConfig, part: Part, path: Path | None, cache: Path | None) -> Text:
-    def text_of(rows: Iterable[Mapping[str, object]]) -> bytes:
+    def content_of(rows: Iterable[Mapping[str, object]]) -> bytes:
         texts = _texts(config, rows)
         # The hub keeps WikiText without its blank lines' own content; the distributed file has " \n" there.
         lines = config.reader == "lines"
@@ -164,7 +145,7 @@ def _from_hub(config: DatasetConfig, part: Part, path: Path | None, cache: Path 
     if path is not None:
         offline.insert(0, f"data.root=/folder with {getattr(config.files, part)} in it (or QUICKSILVER_DATA)")
     content, source = from_hub(
-        config, getattr(config.hub, part), text_of, kept=cache and cache / "text.txt", offline=offline, streaming=True,
+        config, getattr(config.hub, part), content_of, kept=cache and cache / "text.txt", offline=offline, streaming=True,
         wanted=[asdict(config.hub), part, config.reader, config.documents, config.calibration_documents],
     )  # fmt: skip
     return Text(content.decode("utf-8"), source)
@@ -174,7 +155,6 @@ def _texts(config: DatasetConfig, rows: Iterable[Mapping[str, object]]) -> Itera
     field = config.hub.text_field
     for row in rows:
         if not isinstance(text := row.get(field), str):
-            raise ConfigError(
-                f"dataset={config.name}: a row's {field} is {text!r}, no text: name another with dataset.hub.text_field=…"
-            )
+            no_text = f"a row's {field} is {text!r}, no text: name another with dataset.hub.text_field=…"
+            raise ConfigError(f"dataset={config.name}: {no_text}")
         yield text

@@ -37,18 +37,13 @@ def token_byte_lengths(tokenizer: Any) -> torch.Tensor:
     Special tokens count 0: a tokenizer inserts them. Only the unknown token counts what it spells, because a tokenizer that
     can write every byte makes it from nothing else (WikiText is full of a literal `<unk>`).
 
-    Args:
-        tokenizer: a Hugging Face tokenizer with a `tokenizers` backend, or that backend; byte-level BPE (GPT-2, Pythia, Qwen,
-            Llama 3) or sentencepiece with byte fallback (Llama 2, Mistral).
-
-    Raises:
-        ConfigError: a tokenizer that loses bytes: its bits per byte would be a guess.
+    `tokenizer` is of Hugging Face with a `tokenizers` backend, or that backend; byte-level BPE (GPT-2, Pythia, Qwen, Llama 3) or
+    sentencepiece with byte fallback (Llama 2, Mistral). Raises ConfigError: it loses bytes, and bits per byte would be a guess.
     """
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not isinstance(backend, tokenizers.Tokenizer):
-        raise ConfigError(
-            f"{type(tokenizer).__name__} has no `tokenizers` backend to read lengths from: load the fast tokenizer."
-        )
+        name = type(tokenizer).__name__
+        raise ConfigError(f"{name} has no `tokenizers` backend to read lengths from: load the fast tokenizer.")
     description = json.loads(backend.to_str())
     decoders = {part["type"] for part in _parts(description["decoder"])}
     if not decoders & {"ByteLevel", "ByteFallback"}:
@@ -56,7 +51,6 @@ def token_byte_lengths(tokenizer: Any) -> torch.Tensor:
             f"the tokenizer (decoder {', '.join(sorted(decoders)) or 'none'}) is neither byte-level nor sentencepiece with byte "
             "fallback: it cannot write every text, so bytes per token are unknown; score with token_bytes=None."
         )
-    byte_level = "ByteLevel" in decoders
     # The text after an added token starts anew and gets a dummy space of its own: one byte that the text does not have.
     restarts = any(part["type"] == "Prepend" for part in _parts(description["normalizer"])) or any(
         part.get("prepend_scheme") == "always" for part in _parts(description["pre_tokenizer"])
@@ -65,12 +59,10 @@ def token_byte_lengths(tokenizer: Any) -> torch.Tensor:
     vocabulary = backend.get_vocab(with_added_tokens=True)
     lengths = torch.zeros(max(vocabulary.values()) + 1, dtype=torch.long)
     for token, index in vocabulary.items():
-        if byte_level:
+        if "ByteLevel" in decoders:
             lengths[index] = len(token)  # one printable stand-in character per byte
-        elif _BYTE_TOKEN.fullmatch(token):
-            lengths[index] = 1
         else:
-            lengths[index] = len(token.replace(_SPACE, " ").encode())
+            lengths[index] = 1 if _BYTE_TOKEN.fullmatch(token) else len(token.replace(_SPACE, " ").encode())
     for added in description["added_tokens"]:  # found in the raw text: their characters are themselves
         spelled = not added["special"] or added["content"] == description["model"].get("unk_token")
         lengths[added["id"]] = len(added["content"].encode()) - restarts if spelled else 0
@@ -107,29 +99,20 @@ def encode(
     text: str, tokenizer: Any, window_tokens: int, limit: int | None = None, annotation: Annotation | None = None
 ) -> Windows:
     """Tokenise without special tokens and cut into windows; at most `limit`, spread evenly so that the whole text is represented.
-
-    Raises:
-        ConfigError: the text is shorter than one window; annotation that does not align with it.
-    """
+    Raises ConfigError: the text is shorter than one window; annotation that does not align with it."""
+    # verbose=False: transformers warns that the text is longer than the model's context. It is cut here.
+    options = {"return_offsets_mapping": annotation is not None, "return_attention_mask": False, "verbose": False}
     try:
-        # verbose=False: transformers warns that the text is longer than the model's context. It is cut here.
-        encoded = tokenizer(
-            text,
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_offsets_mapping=annotation is not None,
-            verbose=False,
-        )
+        encoded = tokenizer(text, add_special_tokens=False, **options)
     except NotImplementedError as error:
-        raise ConfigError(
-            f"{type(tokenizer).__name__} does not say which characters a token stands for, so words cannot be aligned with it: load the "
-            "fast tokenizer."
-        ) from error
+        without = (
+            f"{type(tokenizer).__name__} does not say which characters a token stands for, so words cannot be aligned with it"
+        )
+        raise ConfigError(f"{without}: load the fast tokenizer.") from error
     ids = encoded["input_ids"]
     every = windows_of(ids, window_tokens)
     rows = torch.arange(len(every))
     rows = rows if limit is None or limit >= len(every) else torch.linspace(0, len(every) - 1, limit).long()
-    taken = every[rows]
     try:
         token_bytes, why = token_byte_lengths(tokenizer), None
     except ConfigError as error:
@@ -138,37 +121,23 @@ def encode(
     if annotation is not None:
         places = rows.numpy()[:, None] * window_tokens + np.arange(window_tokens)
         annotated = align(annotation, np.array(ids), np.array(encoded["offset_mapping"]), places)
-    return Windows(taken, len(every), len(ids), token_bytes, why, annotated)
+    return Windows(every[rows], len(every), len(ids), token_bytes, why, annotated)
 
 
 def check_context(model: Any, window_tokens: int) -> None:
     """Raises ConfigError where windows are longer than the model's context."""
     context = getattr(model.config, "max_position_embeddings", None)
     if context is not None and window_tokens > context:
-        raise ConfigError(
-            f"protocol.window_tokens={window_tokens} is longer than the model's context of {context} tokens: "
-            f"give at most protocol.window_tokens={context}."
-        )
+        longer = f"protocol.window_tokens={window_tokens} is longer than the model's context of {context} tokens"
+        raise ConfigError(f"{longer}: give at most protocol.window_tokens={context}.")
 
 
 def windows_of(ids: torch.Tensor | Sequence[int], window_tokens: int) -> torch.Tensor:
-    """Cut a token stream into disjoint windows, in order; what is left over at its end is not used.
-
-    Args:
-        ids: (T,) token ids of the whole text.
-        window_tokens: length of a window.
-
-    Returns:
-        (W, window_tokens) long.
-
-    Raises:
-        ConfigError: the text is shorter than one window.
-    """
+    """Cut a token stream, ids (T,), into disjoint windows (W, window_tokens) long, in order; what is left over at its end is not
+    used. Raises ConfigError: the text is shorter than one window."""
     ids = torch.as_tensor(ids, dtype=torch.long)
     count = len(ids) // window_tokens
     if count == 0:
-        raise ConfigError(
-            f"the text has {len(ids)} tokens and one window needs {window_tokens}: "
-            "give a longer text, or a smaller protocol.window_tokens."
-        )
+        needs = f"the text has {len(ids)} tokens and one window needs {window_tokens}"
+        raise ConfigError(f"{needs}: give a longer text, or a smaller protocol.window_tokens.")
     return ids[: count * window_tokens].view(count, window_tokens)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from quicksilver.measure.measurement import Measurement, Result
 from quicksilver.runtime.options import Positive
@@ -26,9 +27,8 @@ class AuditResult(Result):
     """How far logits moved that must not move.
 
     Attributes:
-        max_abs_logit_difference: the largest movement. Rounding leaves about 1e-5 of `max_abs_logit` in float32 (compacted shapes differ),
-            1e-2 in bfloat16; a leak is of the size of the logits.
-        max_abs_logit: the largest logit, for scale.
+        max_abs_logit_difference: the largest movement. Rounding leaves about 1e-5 of the largest logit, `max_abs_logit`, in float32
+            (compacted shapes differ), 1e-2 in bfloat16; a leak is of the size of the logits.
         probes: how many positions there were behind which everything was replaced; `positions` are these.
         masked_max_abs_logit_difference: under `masked` execution, free of rounding, where the movement was more than rounding leaves.
     """
@@ -47,14 +47,13 @@ class AuditResult(Result):
 
     def line(self) -> str:
         masked = self.masked_max_abs_logit_difference
-        return (
-            f"logits moved by {self.max_abs_logit_difference:.2g} (the largest is {self.max_abs_logit:.3g}) at {self.probes} probes"
-            + ("" if masked is None else f" ({masked:.2g} under masked execution, free of rounding)")
-        )
+        without = "" if masked is None else f" ({masked:.2g} under masked execution, free of rounding)"
+        moved = f"logits moved by {self.max_abs_logit_difference:.2g} (the largest is {self.max_abs_logit:.3g})"
+        return f"{moved} at {self.probes} probes{without}"
 
 
 @dataclass
-class Audit(Measurement):
+class Audit(Measurement, share=0.08, windows_speak=True):
     """Audit one batch.
 
     Args:
@@ -63,21 +62,15 @@ class Audit(Measurement):
 
     probes: Positive = 3
 
-    share = 0.08
-    windows_speak = True
-
     def run(self, bench: Bench) -> AuditResult:
-        def audited(execution: Execution) -> AuditResult:
-            return audit(
-                bench.model, bench.windows.ids[: bench.batch_windows], bench.protocol, bench.modules, execution, bench.seed,
-                n_probes=self.probes, decision_layers=bench.decision_layers,
-            )  # fmt: skip
-
-        found = audited(bench.execution)
+        batch = bench.windows.ids[: bench.batch_windows]
+        options: dict[str, Any] = {"seed": bench.seed, "n_probes": self.probes, "decision_layers": bench.decision_layers}
+        audited = partial(audit, bench.model, batch, bench.protocol, bench.modules, **options)
+        found = audited(execution=bench.execution)
         if bench.execution == "compact" and found.max_abs_logit_difference > ROUNDING * found.max_abs_logit:
             # Two causes look alike here: a leak, or coarse codes that magnify the last digits of a sum, which follow the shapes. Under
             # `masked` no shape depends on a decision: what still moves is a leak.
-            return replace(found, masked_max_abs_logit_difference=audited("masked").max_abs_logit_difference)
+            return replace(found, masked_max_abs_logit_difference=audited(execution="masked").max_abs_logit_difference)
         return found
 
 
@@ -95,9 +88,9 @@ def audit(
     """Replace the tokens after a few positions by random others: no logit up to there may move, decisions included.
 
     Under `continuation` the probes lie after the prompt: inside it foresight is allowed. The first batch of windows is audited.
+    Arguments are as for `score`.
 
     Args:
-        model, windows, protocol, modules, execution, decision_layers: as for `score`.
         seed: of the probe positions and of the replacing tokens.
         n_probes: positions to probe, fewer where a window has not as many.
 
@@ -138,8 +131,7 @@ def audit(
             tail = replaced[:, probe + 1 :]
             shift = torch.randint(1, max(2, vocabulary), tail.shape, generator=generator)
             replaced[:, probe + 1 :] = (tail + shift) % vocabulary  # never the token that was there
-            kept = slice(0, probe - row_zero + 1)
-            after = logits_of(replaced)[:, kept]
+            after = logits_of(replaced)[:, : probe - row_zero + 1]
             check_finite(after.isfinite().all(-1), 0, protocol, model)  # NaN is no less than any bound
-            worst = max(worst, float((after - original[:, kept]).abs().max()))
+            worst = max(worst, float((after - original[:, : after.shape[1]]).abs().max()))
     return AuditResult(worst, float(original.abs().max()), len(probes), probes)

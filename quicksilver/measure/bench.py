@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ from quicksilver.measure.measurement import Measurement, Result
 from quicksilver.measure.perplexity import Keep, Protocol, keep_nothing
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import RuntimeModule
-from quicksilver.runtime.placement import ranks_of
 from quicksilver.runtime.run import Execution, Run, apply
 from quicksilver.runtime.trace import Trace
 
@@ -90,11 +89,6 @@ class Bench:
     keep: Callable[[str], Keep] = lambda name: keep_nothing
 
     @property
-    def parts(self) -> int:
-        """How many processes share one model."""
-        return ranks_of(self.model).size
-
-    @property
     def batch(self) -> torch.Tensor:
         """(B, N) long on the model's device: the first `batch_windows` windows, or as many as there are."""
         return self.windows.ids[: self.batch_windows].to(self.model.device)
@@ -106,21 +100,23 @@ class Bench:
         found = self.windows.ids[:count, :tokens]
         positions = getattr(self.model.config, "max_position_embeddings", None)
         if positions is not None and found.shape[1] + new_tokens > positions:
-            raise ConfigError(
-                f"measure.{measurement}: {options.format(found.shape[1], new_tokens)} are more than the model's {positions} positions."
-            )
+            asked = options.format(found.shape[1], new_tokens)
+            raise ConfigError(f"measure.{measurement}: {asked} are more than the model's {positions} positions.")
         return found
 
+    @contextmanager
     def apply(
         self,
         model: PreTrainedModel | None = None,
         modules: Sequence[RuntimeModule] | None = None,
         execution: Execution | None = None,
-    ) -> AbstractContextManager[Run]:
-        """The modules of the run, applied as the run asks for it; or others, to another model. No modules are always compact."""
+    ) -> Iterator[Run]:
+        """The modules of the run, applied as it asks for it; or others, to another model. None are always compact. No gradients."""
         modules = self.modules if modules is None else modules
         how: Execution = (execution or self.execution) if modules else "compact"
-        return apply(model or self.model, modules, execution=how, decision_layers=self.decision_layers if modules else None)
+        layers = self.decision_layers if modules else None
+        with torch.no_grad(), apply(model or self.model, modules, execution=how, decision_layers=layers) as run:
+            yield run
 
     @contextmanager
     def sides(self) -> Iterator[dict[str, Side]]:
@@ -142,10 +138,9 @@ class Bench:
 def run_measurements(
     bench: Bench, measurements: Mapping[str, Measurement], report: Report = lambda phase, share: None
 ) -> dict[str, Result]:
-    """Run each pass, in their order; what is timed is never also traced or counted.
+    """Run each pass by its name in the config, in their order; what is timed is never also traced or counted.
 
     Args:
-        measurements: by their names in the config.
         report: called with a name and the share of all of them that is done.
 
     Raises:
@@ -161,8 +156,7 @@ def run_measurements(
 
         bench.progress, bench.scored = progress, None
         progress(0.0)
-        found = measurement.run(bench)
-        if found is not None:
+        if (found := measurement.run(bench)) is not None:
             results[name] = found
         before += measurement.share
     bench.progress = lambda share: None
@@ -172,27 +166,23 @@ def run_measurements(
 def calls(model: PreTrainedModel, batch: torch.Tensor, protocol: Protocol, before: Step = lambda: None) -> list[Step]:
     """The steps that score a batch of windows (B, N), without scoring: one under `all`; the prompt, and what follows it, under
     `continuation`. `before` is called at the beginning of the first."""
-    if protocol.name == "all":
+    whole, prompt, cache = protocol.name == "all", protocol.prompt_tokens, None
 
-        def whole() -> None:
-            before()
-            model(batch, use_cache=False)
-
-        return [whole]
-    cache = None
-
-    def prompt() -> None:
+    def begin() -> None:
         nonlocal cache
         before()
-        cache = model(batch[:, : protocol.prompt_tokens], use_cache=True, logits_to_keep=1).past_key_values
+        if whole:
+            model(batch, use_cache=False)
+        else:
+            cache = model(batch[:, :prompt], use_cache=True, logits_to_keep=1).past_key_values
 
     def rest() -> None:
         nonlocal cache
         if protocol.scored_tokens > 1:
-            model(batch[:, protocol.prompt_tokens : -1], use_cache=True, past_key_values=cache)
+            model(batch[:, prompt:-1], use_cache=True, past_key_values=cache)
         cache = None
 
-    return [prompt, rest]
+    return [begin] if whole else [begin, rest]
 
 
 def forward(model: PreTrainedModel, batch: torch.Tensor, protocol: Protocol, prompt_only: bool = False) -> None:

@@ -11,14 +11,16 @@ import copy
 import dataclasses
 import functools
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from quicksilver.measure.latency import Alternation, LatencySamples, Step, alternate, shared_weight_copy
-from quicksilver.measure.measurement import Measurement, Quartiles, Result
-from quicksilver.runtime.options import Count, at_least
+from quicksilver.measure.latency import Alternation, InTurns, LatencySamples, Rounds, Step, alternate, shared_weight_copy
+from quicksilver.measure.measurement import Quartiles, Result
 
 if TYPE_CHECKING:
     import torch
@@ -46,16 +48,9 @@ COMPONENTS: Mapping[str, str] = {
 KERNELS = ("embedding", "attention", "mlp", "norms", "output_head")  # what a dense pass has, too
 DECIDING = ("decisions", "fusion")
 OF_PHASE: Mapping[str, str] = {  # phase of the runtime -> component
-    "runtime": "runtime",
-    "layer": "norms",
-    "halted_kv": "attention",
-    "gather": "gather_scatter",
-    "scatter": "gather_scatter",
-    "decide": "decisions",
-    "fuse": "fusion",
-    "write_kv": "kv_write",
-    "quantize": "quantization",
-}
+    "runtime": "runtime", "layer": "norms", "halted_kv": "attention", "gather": "gather_scatter", "scatter": "gather_scatter",
+    "decide": "decisions", "fuse": "fusion", "write_kv": "kv_write", "quantize": "quantization",
+}  # fmt: skip
 Section = tuple[str, int | None]  # component, and layer (None: outside the layers)
 
 
@@ -87,24 +82,20 @@ class SectionClock:
     def _mark(self) -> None:
         import torch
 
-        innermost = self._open[-1] if self._open else None
+        now: Any = torch.cuda.Event(enable_timing=True) if self._on_gpu else time.perf_counter()
         if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append((innermost, event))
-        else:
-            self._marks.append((innermost, time.perf_counter()))
+            now.record()
+        self._marks.append((self._open[-1] if self._open else None, now))
 
     def times_ms(self) -> dict[Section, float]:
         """Milliseconds by component and layer (None: outside the layers), each moment counted once."""
         if self._on_gpu and self._marks:
             self._marks[-1][1].synchronize()
-        times: dict[Section, float] = {}
-        for (section, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+        times: dict[Section, float] = defaultdict(float)
+        for (section, begin), (_, end) in pairwise(self._marks):
             if section is not None:
-                passed = begin.elapsed_time(end) if self._on_gpu else 1e3 * (end - begin)
-                times[section] = times.get(section, 0.0) + passed
-        return times
+                times[section] += begin.elapsed_time(end) if self._on_gpu else 1e3 * (end - begin)
+        return dict(times)
 
 
 @contextmanager
@@ -117,13 +108,7 @@ def watching(arch: Architecture, modules: Sequence[RuntimeModule], clock: Sectio
     from quicksilver.runtime.module import MergePolicy, TokenPolicy
     from quicksilver.runtime.phases import observed
 
-    class PhaseMarks:
-        def enter(self, phase: str) -> None:
-            clock.enter(OF_PHASE[phase])
-
-        def leave(self) -> None:
-            clock.leave()
-
+    phases: Any = SimpleNamespace(enter=lambda phase: clock.enter(OF_PHASE[phase]), leave=clock.leave)
     with ExitStack() as stack:
 
         def hook(part: nn.Module, component: str, layer: int | None = None) -> None:
@@ -139,7 +124,7 @@ def watching(arch: Architecture, modules: Sequence[RuntimeModule], clock: Sectio
             hook(arch.mlp(index), "mlp")
         hook(arch.final_norm, "output_head")
         hook(arch.output_head, "output_head")
-        stack.enter_context(observed(PhaseMarks()))
+        stack.enter_context(observed(phases))
         stack.enter_context(_clocked(Cache, "update", "kv_write", clock))
         for module in modules:
             component = "fusion" if isinstance(module, TokenFusion) else "decisions"
@@ -166,9 +151,8 @@ def _clocked(owner: Any, name: str, component: str, clock: SectionClock) -> Iter
     try:
         yield
     finally:
-        if own is None:  # the class has it
-            delattr(owner, name)
-        else:
+        delattr(owner, name)
+        if own is not None:  # else the class has it
             setattr(owner, name, own)
 
 
@@ -223,8 +207,8 @@ def component_latency(
     """
     clocks: dict[str, list[SectionClock]] = {name: [] for name in subjects}
 
-    def take_apart(name: str) -> None:
-        clock, subject = SectionClock(device), subjects[name]
+    def take_apart(name: str, subject: Subject) -> None:
+        clock = SectionClock(device)
         with watching(subject.arch, subject.modules, clock):
             clock.enter("model")
             subject.call()
@@ -232,7 +216,7 @@ def component_latency(
         clocks[name].append(clock)
 
     whole: dict[str, Step] = {name: subject.call for name, subject in subjects.items()} | dict(besides or {})
-    parts: dict[str, Step] = {f"{name}, taken apart": functools.partial(take_apart, name) for name in subjects}
+    parts: dict[str, Step] = {f"{name}, taken apart": functools.partial(take_apart, name, one) for name, one in subjects.items()}
     times = alternate(whole | parts, warmup, repeats, device)
     breakdowns = {
         name: _breakdown([clock.times_ms() for clock in clocks[name][warmup:]], subject.arch.n_layers, times[name].median)
@@ -249,8 +233,7 @@ def _breakdown(rounds: Sequence[Mapping[Section, float]], n_layers: int, headlin
 
     components, layers_ms = {}, {}
     for component in COMPONENTS:
-        mine = [section for section in sections if section[0] == component]
-        if mine:
+        if mine := [section for section in sections if section[0] == component]:
             all_layers = samples(*mine)
             components[component] = Part(all_layers.median, all_layers.iqr)
         if any(layer is not None for _, layer in mine):
@@ -264,7 +247,6 @@ class ComponentsResult(Result):
     """Dense and run, taken apart in turns.
 
     Attributes:
-        of: `prompt` or `window`.
         run_ratio, decide_ratio: time of the run, and of deciding with everything executed, over the dense time; None in a dense run.
     """
 
@@ -289,19 +271,10 @@ class ComponentsResult(Result):
 
 
 @dataclass
-class Components(Measurement):
-    """Take one batch apart.
+class Components(InTurns, share=0.07):
+    """Take one batch apart (App. J: 10 untimed rounds, 50 timed ones)."""
 
-    Args:
-        warmup: untimed rounds (App. J: 10).
-        repeats: timed rounds, at least 3 (App. J: 50).
-    """
-
-    warmup: Count = 1
-    repeats: Annotated[int, at_least(3)] = 5
-
-    share = 0.07
-    timed = True
+    repeats: Rounds = 5
 
     def run(self, bench: Bench) -> ComponentsResult:
         from quicksilver.measure.bench import Side
@@ -317,12 +290,6 @@ class Components(Measurement):
                 policy = stack.enter_context(bench.apply(decided, own, "decide"))
                 besides["decide"] = functools.partial(Side(decided, bench.batch, bench.protocol, policy).forward, True)
             found, times = component_latency(subjects, self.warmup, self.repeats, bench.model.device, besides=besides)
-        ratios: dict[str, Any] = {f"{name}_ratio": times.ratio(name, to="dense") for name in times if name != "dense"}
-        return ComponentsResult(
-            of="prompt" if bench.protocol.name == "continuation" else "window",
-            noise_floor_pct=times.noise_floor_pct,
-            timing_warnings=times.warnings,
-            dense=found["dense"],
-            run=found.get("run"),
-            **ratios,
-        )
+        of: Literal["prompt", "window"] = "prompt" if bench.protocol.name == "continuation" else "window"
+        both: dict[str, Any] = found | {f"{name}_ratio": times.ratio(name, to="dense") for name in times if name != "dense"}
+        return ComponentsResult(of, times.noise_floor_pct, timing_warnings=times.warnings, **both)

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from quicksilver.measure.latency import Alternation, LatencySamples, Step, alternate, time_saved
-from quicksilver.measure.measurement import Measurement, Quartiles, Result, Setting, Spread
+from quicksilver.measure.latency import Alternation, InTurns, LatencySamples, Rounds, Step, alternate, time_saved
+from quicksilver.measure.measurement import Quartiles, Result, Setting, Spread
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.options import Count, at_least, check_positive
+from quicksilver.runtime.options import at_least, check_positive
 
 if TYPE_CHECKING:
     import torch
@@ -36,20 +36,14 @@ class TokenClock:
     """Notes when tokens come out of `generate(streamer=…)`.
 
     Attributes:
-        moments_s: when each delivery came, by `time.perf_counter`; the first is that of the first new token.
-        counts: how many tokens came with it: one, or several that speculation got right.
+        deliveries: when each came, by `time.perf_counter`, and how many tokens, several where speculation got them right; first the prompt.
     """
 
-    moments_s: list[float] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    _prompt_seen: bool = False
+    deliveries: list[tuple[float, int]] = field(default_factory=list)
 
     def put(self, value: torch.Tensor) -> None:
         """value: (1, N) the prompt, at first; then the new tokens, on the host already."""
-        if self._prompt_seen:
-            self.moments_s.append(time.perf_counter())
-            self.counts.append(value.numel())
-        self._prompt_seen = True
+        self.deliveries.append((time.perf_counter(), value.numel()))
 
     def end(self) -> None:
         """Called by `generate` after the last token; every moment is noted already."""
@@ -60,9 +54,8 @@ class Served:
     """One request.
 
     Attributes:
-        first_ms: from the call until the first new token was there.
-        per_token_ms: for each token after it; tokens that came together share the time that they took.
-        total_ms: the whole call.
+        first_ms: from the call until the first new token was there; total_ms: the whole call.
+        per_token_ms: for each token after the first; tokens that came together share the time that they took.
         tokens: new tokens, in order.
     """
 
@@ -96,26 +89,19 @@ def serve(model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int, options
     if prompt.is_cuda:
         torch.cuda.synchronize(prompt.device)
     total = time.perf_counter() - began
+    new = clock.deliveries[1:]
     per_token: list[float] = []
-    for before, after, count in zip(clock.moments_s, clock.moments_s[1:], clock.counts[1:], strict=False):
+    for (before, _), (after, count) in itertools.pairwise(new):
         per_token += [1e3 * (after - before) / count] * count
-    return Served(1e3 * (clock.moments_s[0] - began), per_token, 1e3 * total, output[0, prompt.shape[1] :].tolist())
+    return Served(1e3 * (new[0][0] - began), per_token, 1e3 * total, output[0, prompt.shape[1] :].tolist())
 
 
 def deployment(
     ways: Mapping[str, Callable[[], Served]], warmup: int, repeats: int, device: str | torch.device = "cpu"
 ) -> tuple[dict[str, list[Served]], Alternation]:
-    """Serve the same request in several ways, in turns; the first way is also the control (A/A).
-
-    Args:
-        ways: callables by name, each one `serve` of its own model.
-
-    Returns:
-        The requests of each way, one a round, and the time per token of each round as an alternation, for ratios and the noise floor.
-
-    Raises:
-        ConfigError: fewer than 3 repeats.
-    """
+    """Serve the same request in several ways, in turns, each a `serve` of its own model; the first is also the control (A/A).
+    Gives the requests of each way, one a round, and the time per token of each round as an alternation, for ratios and the noise
+    floor. Raises ConfigError: fewer than 3 repeats."""
     served: dict[str, list[Served]] = {name: [] for name in ways}
     steps: dict[str, Step] = {name: lambda name=name, way=way: served[name].append(way()) for name, way in ways.items()}  # type: ignore[misc]
     times = alternate(steps, warmup, repeats, device)
@@ -155,11 +141,10 @@ class ServingResult:
     def of(cls, rounds: Sequence[Served], budget_ms: float) -> ServingResult:
         """The requests of all rounds."""
         first, times = LatencySamples([one.first_ms for one in rounds]), np.concatenate([one.per_token_ms for one in rounds])
-        p50, p95, p99 = (float(value) for value in np.percentile(times, [50, 95, 99]))
-        return cls(
-            Spread(first.median, first.iqr), Percentiles(p50, p95, p99 if len(times) >= MIN_FOR_P99 else None), len(times),
-            median(1e3 * len(one.tokens) / one.total_ms for one in rounds), 100 * float(np.mean(times <= budget_ms)),
-        )  # fmt: skip
+        p50, p95, p99 = np.percentile(times, [50, 95, 99]).tolist()
+        per_token = Percentiles(p50, p95, p99 if len(times) >= MIN_FOR_P99 else None)
+        per_s, within = median(1e3 * len(one.tokens) / one.total_ms for one in rounds), float(np.mean(times <= budget_ms))
+        return cls(Spread(first.median, first.iqr), per_token, len(times), per_s, 100 * within)
 
 
 @dataclass(frozen=True)
@@ -197,24 +182,18 @@ class DeploymentResult(Result):
 
 
 @dataclass
-class Deployment(Measurement):
+class Deployment(InTurns, share=0.05):
     """Serve the beginning of the first window, greedily.
 
     Args:
         prompt_tokens, new_tokens: lengths of prompt and answer.
         budget_ms: for a token (App. J: 50).
-        warmup: untimed rounds.
-        repeats: timed rounds, at least 3.
     """
 
     prompt_tokens: Annotated[int, at_least(2)] = 256
     new_tokens: Annotated[int, at_least(2)] = 64
     budget_ms: Annotated[float, check_positive] = 50.0
-    warmup: Count = 1
-    repeats: Annotated[int, at_least(3)] = 5
-
-    share = 0.05
-    timed = True
+    repeats: Rounds = 5
 
     def check(self, setting: Setting) -> None:
         setting.check_prompt(self.prompt_tokens)
@@ -235,10 +214,6 @@ class Deployment(Measurement):
             found["same_first_tokens"] = len(list(itertools.takewhile(bool, equal)))
             found["per_token_ratio"] = times.ratio("run", to="dense")
         return DeploymentResult(
-            prompt_tokens=prompt.shape[1],
-            new_tokens=self.new_tokens,
-            budget_ms=self.budget_ms,
-            noise_floor_pct=times.noise_floor_pct,
-            timing_warnings=times.warnings,
-            **found,
-        )
+            **found, prompt_tokens=prompt.shape[1], new_tokens=self.new_tokens, budget_ms=self.budget_ms,
+            noise_floor_pct=times.noise_floor_pct, timing_warnings=times.warnings,
+        )  # fmt: skip

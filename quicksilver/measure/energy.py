@@ -11,11 +11,11 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from quicksilver.measure.measurement import Measurement, Result, Setting
 from quicksilver.runtime.errors import ConfigError
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 J_PER_KWH = 3.6e6
 MIN_WINDOW_S = 1.0  # RAPL counts every millisecond, NVML every tenth of a second
-REST = "rest"
 WORLD = "world average"
 BELOW: Literal["below resolution"] = "below resolution"
 Net = float | Literal["below resolution"]
@@ -51,8 +50,7 @@ class CodeCarbonMeter:
         country_iso_code: three letters; decides the emissions of electricity. None: the world average that codecarbon has.
 
     Attributes:
-        method: where the joules come from, in words.
-        measured: False where they are an estimate without any counter.
+        method: where the joules come from, in words; `measured` is False where they are an estimate without any counter.
         grid_kg_per_kwh: emissions of electricity.
 
     Raises:
@@ -121,8 +119,7 @@ def meter_of(country_iso_code: str | None) -> CodeCarbonMeter:
     return CodeCarbonMeter(country_iso_code)
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """Joules drawn by the machine in one window, how long it took, and how often the work ran in it."""
 
     joules: float
@@ -159,12 +156,11 @@ def _works(bench: Bench, *, dense: bool = True) -> Iterator[tuple[Mapping[str, C
 
 @dataclass(frozen=True)
 class TokenEnergy:
-    """What a token drew.
+    """What a token drew, measured in so many `windows` of so many `tokens`.
 
     Attributes:
         gross_j_per_token: with what the machine draws at rest; `net_…` without it, or words where windows of rest differ by as much.
         resolution_j_per_token: the smallest net value that could be told from rest.
-        windows, tokens: how much was measured.
     """
 
     gross_j_per_token: float
@@ -179,58 +175,47 @@ class TokenEnergy:
 def energy(
     works: Mapping[str, Callable[[], object]], tokens_per_call: int, meter: CodeCarbonMeter, *, window_s: float, rounds: int
 ) -> tuple[dict[str, TokenEnergy], dict[str, Any]]:
-    """Measure `works` and rest in turns: rest, A, B, rest, A, B …
+    """Measure `works` and rest in turns: rest, A, B, rest, A, B … Each work processes `tokens_per_call` tokens and is repeated
+    until its window is full; `window_s` and `rounds` are options of `Energy`.
 
-    Args:
-        works: callables by name; each is repeated until its window is full.
-        tokens_per_call: tokens that one call processes.
-        window_s, rounds: as options of `Energy`.
-
-    Returns:
-        Energy by name, and how it was measured: method, whether there was a counter, grid factor, watts at rest.
+    Gives energy by name, and how it was measured: method, whether there was a counter, grid factor, watts at rest.
     """
     load = os.getloadavg()[0]
     for work in works.values():
         work()  # one-time allocations do not count
-    found: dict[str, list[Window]] = {name: [] for name in (REST, *works)}
+    found: dict[str, list[Window]] = {name: [] for name in works}
+    rests = []
     for _ in range(rounds):
-        found[REST].append(window(lambda: time.sleep(window_s), meter, 0.0))
+        rests.append(window(lambda: time.sleep(window_s), meter, 0.0))
         for name, work in works.items():
             found[name].append(window(work, meter, window_s))
-    watts = [one.joules / one.seconds for one in found.pop(REST)]
-    how = {
-        "method": meter.method, "measured": meter.measured, "grid_kg_per_kwh": meter.grid_kg_per_kwh, "rest_w": median(watts),
-        "rest_spread_w": max(watts) - min(watts), "window_s": window_s, "load_average": load,
+    watts = [one.joules / one.seconds for one in rests]
+    rest_w, rest_spread_w, grams = median(watts), max(watts) - min(watts), 1e3 * meter.grid_kg_per_kwh / J_PER_KWH
+    each = {}
+    for name, windows in found.items():
+        gross, seconds, calls = (sum(column) for column in zip(*windows, strict=True))
+        tokens = tokens_per_call * calls
+        net, resolution = gross - rest_w * seconds, rest_spread_w * seconds
+        # A counter that did not move in any window resolves nothing, however still it stood at rest.
+        resolved = net > resolution and gross > 0
+        said, said_grams = (net / tokens, grams * net / tokens) if resolved else (BELOW, BELOW)
+        each[name] = TokenEnergy(
+            gross / tokens, grams * gross / tokens, said, said_grams, resolution / tokens, len(windows), tokens
+        )
+    return each, {
+        "method": meter.method, "measured": meter.measured, "grid_kg_per_kwh": meter.grid_kg_per_kwh, "rest_w": rest_w,
+        "rest_spread_w": rest_spread_w, "window_s": window_s, "load_average": load,
     }  # fmt: skip
-    return {name: _token_energy(windows, tokens_per_call, how) for name, windows in found.items()}, how
-
-
-def _token_energy(windows: Sequence[Window], tokens_per_call: int, how: Mapping[str, Any]) -> TokenEnergy:
-    seconds, gross = sum(one.seconds for one in windows), sum(one.joules for one in windows)
-    tokens = tokens_per_call * sum(one.calls for one in windows)
-    net, resolution = gross - how["rest_w"] * seconds, how["rest_spread_w"] * seconds
-    # A counter that did not move in any window resolves nothing, however still it stood at rest.
-    resolved = net > resolution and gross > 0
-    grams = _grams_per_joule(how["grid_kg_per_kwh"])
-    return TokenEnergy(
-        gross / tokens, grams * gross / tokens, net / tokens if resolved else BELOW, grams * net / tokens if resolved else BELOW,
-        resolution / tokens, len(windows), tokens,
-    )  # fmt: skip
-
-
-def _grams_per_joule(grid_kg_per_kwh: float) -> float:
-    return 1e3 * grid_kg_per_kwh / J_PER_KWH
 
 
 @dataclass(frozen=True)
 class EnergyResult(Result):
-    """Dense and run.
+    """Dense and run, over windows of at least `window_s` seconds.
 
     Attributes:
         method: where the joules come from; `measured` is False where that is an estimate without any counter.
         grid_kg_per_kwh: emissions of electricity in `country_iso_code`.
         rest_w, rest_spread_w: watts at rest, and how far windows of rest are apart.
-        window_s: least length of a window.
     """
 
     dense: TokenEnergy
@@ -256,7 +241,7 @@ class EnergyResult(Result):
 
 
 @dataclass
-class Energy(Measurement):
+class Energy(Measurement, share=0.08, timed=True):
     """Read a counter over windows of work and of rest.
 
     Args:
@@ -268,9 +253,6 @@ class Energy(Measurement):
     country_iso_code: str | None = None
     window_s: Annotated[float, between(MIN_WINDOW_S)] = 3.0
     rounds: Annotated[int, at_least(2)] = 3
-
-    share = 0.08
-    timed = True
 
     def check(self, setting: Setting) -> None:
         if self.country_iso_code is None:
@@ -288,8 +270,7 @@ class EmissionsResult(Result):
     """What a token drew and emitted, at the plug of the parts that CodeCarbon reads.
 
     Attributes:
-        energy_j_per_token, gco2_per_token: of the run; `dense_…` of the dense model, in the same process.
-        window_s: how long the run's window was.
+        energy_j_per_token, gco2_per_token: of the run, over `window_s` seconds; `dense_…` of the dense model in the same process.
         method: where the joules come from; `measured` is False where that is an estimate without any counter.
         grid_kg_per_kwh: emissions of electricity in `grid`, a country or the world average.
     """
@@ -312,7 +293,7 @@ class EmissionsResult(Result):
 
 
 @dataclass
-class Emissions(Measurement):
+class Emissions(Measurement, share=0.04, timed=True, in_identity=False):
     """Read CodeCarbon over a short window of work. No other number depends on it: a record without it is the same record. The dense model is
     read once for all runs of this model, text and protocol in one process.
 
@@ -324,10 +305,6 @@ class Emissions(Measurement):
     country_iso_code: str | None = None
     window_s: Annotated[float, between(MIN_WINDOW_S)] = 1.0
 
-    share = 0.04
-    timed = True
-    in_identity = False
-
     def run(self, bench: Bench) -> EmissionsResult:
         meter = meter_of(self.country_iso_code)
         kept = bench.dense.energy_j_per_token if bench.dense is not None else {}
@@ -335,11 +312,11 @@ class Emissions(Measurement):
         with _works(bench, dense=setting not in kept or not bench.modules) as (works, tokens):
             # Two rounds in turns: a slow moment of the machine hits both.
             rounds = [{name: window(work, meter, self.window_s / 2) for name, work in works.items()} for _ in range(2)]
-        found = {name: [one[name] for one in rounds] for name in works}
-        joules = {name: sum(w.joules for w in those) / (tokens * sum(w.calls for w in those)) for name, those in found.items()}
+        summed = {name: Window(*map(sum, zip(*(one[name] for one in rounds), strict=True))) for name in works}
+        joules = {name: both.joules / (tokens * both.calls) for name, both in summed.items()}
         dense = kept.setdefault(setting, joules["dense"]) if "dense" in joules else kept[setting]
-        ours, grams = joules.get("run", dense), _grams_per_joule(meter.grid_kg_per_kwh)
+        ours, grams = joules.get("run", dense), 1e3 * meter.grid_kg_per_kwh / J_PER_KWH
         return EmissionsResult(
-            ours, grams * ours, dense, grams * dense, sum(one.seconds for one in found.get("run") or found["dense"]), meter.method,
+            ours, grams * ours, dense, grams * dense, (summed.get("run") or summed["dense"]).seconds, meter.method,
             meter.measured, meter.grid_kg_per_kwh, self.country_iso_code or WORLD,
         )  # fmt: skip

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -19,13 +21,7 @@ aten = torch.ops.aten
 
 # Operators behind `scaled_dot_product_attention`. torch 2.13 has no formula for the CPU one (it counts 0) and its
 # formulas for the others charge a causal call for the half it skips. The math path needs no entry: it runs as bmm.
-_FUSED_ATTENTION = (
-    aten._scaled_dot_product_flash_attention_for_cpu,
-    aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_efficient_attention,
-    aten._scaled_dot_product_cudnn_attention,
-    aten._scaled_dot_product_fused_attention_overrideable,
-)
+_FUSED = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention", "fused_attention_overrideable")
 
 
 def attention_pairs(queries: int, keys: int, causal: bool) -> int:
@@ -47,32 +43,25 @@ def _attention_formula(operator: Any) -> Callable[..., int]:
         rest = (query, key, value, *args)
         causal = bool(rest[position]) if len(rest) > position else bool(kwargs.get("is_causal", False))
         batch, heads, queries, head_dim = query
-        pairs = attention_pairs(queries, key[-2], causal)
-        return 2 * batch * heads * pairs * (head_dim + value[-1])
+        return 2 * batch * heads * attention_pairs(queries, key[-2], causal) * (head_dim + value[-1])
 
     return flops
 
 
-_PACKED = (
-    (torch.ops.onednn, "qlinear_pointwise"),
-    (torch.ops.quantized, "linear_dynamic"),
-    (torch.ops.quantized, "linear_with_input_q_dq_qweight_dq_output_fp32"),
-)
+_PACKED = ("onednn.qlinear_pointwise", "quantized.linear_dynamic", "quantized.linear_with_input_q_dq_qweight_dq_output_fp32")
 # Of shapes. torch itself counts products of two matrices of floats only. A product of integers is as many operations as one of floats.
 FORMULAS: dict[Any, Callable[..., int]] = {
-    **{operator: _attention_formula(operator) for operator in _FUSED_ATTENTION},
+    **{operator: _attention_formula(operator) for operator in (getattr(aten, f"_scaled_dot_product_{name}") for name in _FUSED)},
     aten.mv: lambda matrix, *_, **__: 2 * matrix[0] * matrix[1],
     aten.addmv: lambda bias, matrix, *_, **__: 2 * matrix[0] * matrix[1],
     aten.dot: lambda a, *_, **__: 2 * a[0],
     aten._int_mm: lambda a, b, *_, **__: 2 * a[0] * a[1] * b[1],
     aten._weight_int8pack_mm: lambda a, weight, *_, **__: 2 * a[0] * a[1] * weight[0],
-    # Weights packed for a library have no shape that can be asked for: their channels are those of the result.
-    **{
-        getattr(space, name): lambda a, *_, out_shape, **__: 2 * a[0] * a[1] * out_shape[-1]
-        for space, name in _PACKED
-        if hasattr(space, name)  # a torch without oneDNN (macOS) may lack one
-    },
 }
+for _path in _PACKED:
+    with suppress(AttributeError):  # a torch without oneDNN (macOS) may lack one
+        # Weights packed for a library have no shape that can be asked for: their channels are those of the result.
+        FORMULAS[attrgetter(_path)(torch.ops)] = lambda a, *_, out_shape, **__: 2 * a[0] * a[1] * out_shape[-1]
 
 
 class _Counting(TorchDispatchMode):

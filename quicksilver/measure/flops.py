@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from quicksilver.measure.measurement import Measurement, Result
 
@@ -14,32 +14,25 @@ if TYPE_CHECKING:
 
 def _counted(bench: Bench) -> tuple[Run, int]:
     """One pass of the batch, and the operations that its operators reported."""
-    import torch
-
     from quicksilver.measure.bench import forward
     from quicksilver.measure.flop_counter import count_executed
 
     batch = bench.batch
-    with torch.no_grad(), bench.apply() as run:
+    with bench.apply() as run:
         return run, count_executed(lambda: forward(bench.model, batch, bench.protocol))
 
 
 @dataclass(frozen=True)
-class FlopsResult(Result):
+class FlopsResult(Result, section="batch_flops"):
     """Of one batch: what operators that ran reported, and what the ledger counts."""
-
-    section: ClassVar[str | None] = "batch_flops"
 
     interposed: int
     analytic: int
 
 
 @dataclass
-class Flops(Measurement):
+class Flops(Measurement, share=0.04, windows_speak=True):
     """Count one batch."""
-
-    share = 0.04
-    windows_speak = True
 
     def run(self, bench: Bench) -> FlopsResult:
         run, interposed = _counted(bench)
@@ -71,12 +64,8 @@ class RanksResult(Result):
 
 
 @dataclass
-class RankLedgers(Measurement):
+class RankLedgers(Measurement, share=0.05, of_ranks=True, recorded_as="quicksilver.measure.ranks.RankLedgers"):
     """Count one batch in every process."""
-
-    share = 0.05
-    of_ranks = True
-    recorded_as = "quicksilver.measure.ranks.RankLedgers"
 
     def run(self, bench: Bench) -> RanksResult:
         import torch

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import pandas as pd
@@ -58,15 +58,13 @@ class Written:
 
 
 @dataclass(frozen=True)
-class GenerationResult(Result):
+class GenerationResult(Result, section="generation"):
     """Over all prompts; each has its rows in generation.parquet.
 
     Attributes:
         prompts: how many, of `prompt_tokens` tokens; `new_tokens` were written after each, fewer where the text came to its end.
         executed_flops, dense_executed_flops: of the greedy continuations with their prompts.
     """
-
-    section: ClassVar[str | None] = "generation"
 
     prompts: int
     prompt_tokens: int
@@ -85,7 +83,7 @@ class GenerationResult(Result):
 
 
 @dataclass
-class Generation(Measurement):
+class Generation(Measurement, share=0.3, of_dense="never"):  # dense is the other side of every comparison
     """Go on after the beginnings of the first windows.
 
     Args:
@@ -103,9 +101,6 @@ class Generation(Measurement):
     temperature: Annotated[float, check_positive] = 1.0
     batch_size: Positive = 8
 
-    share = 0.3
-    of_dense: ClassVar[Literal["always", "alone", "never"]] = "never"  # it is the other side of every comparison
-
     def check(self, setting: Setting) -> None:
         setting.check_prompt(self.prompt_tokens)
 
@@ -114,31 +109,27 @@ class Generation(Measurement):
         return 2 * written_and_read * (self.prompt_tokens + self.new_tokens) / window_tokens  # by the run and by the dense model
 
     def run(self, bench: Bench) -> GenerationResult | None:
-        import torch
-
         if not bench.modules:
             return None
         prompts = bench.prompts("generation", self.prompts, self.prompt_tokens, self.new_tokens)
-        with torch.no_grad():
-            ours, run_flops = self._written(bench, prompts, dense=False)
-            theirs, dense_flops = self._written(bench, prompts, dense=True)
-            with bench.apply(modules=()):
-                frame = pd.DataFrame(
-                    _row(bench, way, number, prompts[number], *pair)
-                    for way in ours
-                    for number, pair in enumerate(zip(ours[way], theirs[way], strict=True))
-                )
+        ours, run_flops = self._written(bench, prompts, dense=False)
+        theirs, dense_flops = self._written(bench, prompts, dense=True)
+        with bench.apply(modules=()):
+            frame = pd.DataFrame(
+                _row(bench, way, number, prompts[number], *pair)
+                for way in ours
+                for number, pair in enumerate(zip(ours[way], theirs[way], strict=True))
+            )
         bench.files[TEXTS] = lambda path: frame.to_parquet(path, index=False)
         ways = {way: _mean(rows, bench) for way, rows in frame.groupby("way", sort=False)}
-        return GenerationResult(
-            len(prompts), prompts.shape[1], self.new_tokens, ways[GREEDY], ways.get(SAMPLED), run_flops, dense_flops
-        )
+        lengths = (len(prompts), prompts.shape[1], self.new_tokens)
+        return GenerationResult(*lengths, ways[GREEDY], ways.get(SAMPLED), run_flops, dense_flops)
 
     def _written(self, bench: Bench, prompts: torch.Tensor, *, dense: bool) -> tuple[dict[str, list[list[int]]], int]:
         """Continuations of every prompt by way of decoding, and the operations executed for the greedy ones."""
         found: dict[str, list[list[int]]] = {way: [] for way in (GREEDY, SAMPLED)[: 1 + self.sampled]}
-        ends = getattr(bench.model.generation_config, "eos_token_id", None)
-        ends = [] if ends is None else ends if isinstance(ends, list | tuple) else [ends]
+        end = getattr(bench.model.generation_config, "eos_token_id", None)
+        ends = end if isinstance(end, list | tuple) else [] if end is None else [end]
         flops = 0
         for way, texts in found.items():
             for start in range(0, len(prompts), self.batch_size):
@@ -162,21 +153,11 @@ def _row(bench: Bench, way: str, number: int, prompt: torch.Tensor, ours: list[i
 
 
 def continued(
-    model: Any,
-    prompts: torch.Tensor,
-    new_tokens: int,
-    noise: Sequence[torch.Generator] | None = None,
-    temperature: float = 1.0,
+    model: Any, prompts: torch.Tensor, new_tokens: int, noise: Sequence[torch.Generator] | None = None, temperature: float = 1.0,
     ends: Sequence[int] = (),
-) -> list[list[int]]:
-    """At most `new_tokens` tokens after each of prompts (P, N), up to the first of `ends`, which is not among them.
-
-    Args:
-        noise: one generator a prompt, of the draws; None: the likeliest token.
-
-    Raises:
-        QuickSilverError: logits that are not finite.
-    """
+) -> list[list[int]]:  # fmt: skip
+    """At most `new_tokens` tokens after each of prompts (P, N), up to the first of `ends`, which is not among them. `noise` is
+    one generator a prompt, of the draws; None: the likeliest token. Raises QuickSilverError: logits that are not finite."""
     import torch
 
     given, cache = prompts, None
@@ -185,10 +166,8 @@ def continued(
         output = model(given, use_cache=True, past_key_values=cache, logits_to_keep=1)
         logits, cache = output.logits[:, -1].float(), output.past_key_values  # (P, V)
         if not bool(logits.isfinite().all()):
-            raise QuickSilverError(
-                f"The logits after {prompts.shape[1] + len(columns)} tokens are NaN or infinite (dtype={model.dtype}). Check the weights, or "
-                "use model.dtype=float32."
-            )
+            damaged = f"The logits after {prompts.shape[1] + len(columns)} tokens are NaN or infinite (dtype={model.dtype})."
+            raise QuickSilverError(f"{damaged} Check the weights, or use model.dtype=float32.")
         if noise is not None:
             drawn = torch.stack([torch.rand(logits.shape[1], generator=one, dtype=torch.float64) for one in noise])
             gumbel = -(-drawn.clamp(min=1e-300).log()).clamp(min=1e-300).log()
@@ -263,10 +242,10 @@ def _mauve(rows: pd.DataFrame, bench: Bench) -> float | None:
         return None
     import mauve
 
+    @torch.no_grad()
     def feature(tokens: Sequence[int]) -> np.ndarray:  # (D,) float32
         ids = torch.tensor([list(tokens) or [0]], device=bench.model.device)
-        with torch.no_grad():
-            return bench.model.base_model(ids, use_cache=False).last_hidden_state[0, -1].float().cpu().numpy()
+        return bench.model.base_model(ids, use_cache=False).last_hidden_state[0, -1].float().cpu().numpy()
 
-    features = [np.stack([feature(text) for text in rows[name]]) for name in ("tokens", "dense_tokens")]
-    return float(mauve.compute_mauve(p_features=features[0], q_features=features[1], seed=bench.seed, verbose=False).mauve)
+    ours, dense = (np.stack([feature(text) for text in rows[name]]) for name in ("tokens", "dense_tokens"))
+    return float(mauve.compute_mauve(p_features=ours, q_features=dense, seed=bench.seed, verbose=False).mauve)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -78,25 +78,22 @@ def look_inside(
         raise ConfigError(f"A text of {len(ids)} tokens cannot be looked into: give 2 to {context}, the model's context.")
     arch = architecture_of(model)
     ids = ids.to(model.device)
-    with torch.no_grad():
-        dense = _observe(model, arch, ids, (), execution)
+    dense = _observe(arch, ids, (), execution)
     basis, explained = _components(dense.states)
     arrays = {f"dense.{name}": value for name, value in _signals(arch, dense, ids, basis).items()}
-    gradient = _gradient(model, arch, ids) if attribution else None
+    gradient = _gradient(arch, ids) if attribution else None
     if gradient is not None:
         arrays["dense.gradient_norm"] = gradient.norm(dim=-1)
         arrays["dense.gradient_x_state"] = (gradient * dense.states).sum(-1)
     if modules:
-        with torch.no_grad():
-            run = _observe(model, arch, ids, modules, execution, decision_layers)
+        run = _observe(arch, ids, modules, execution, decision_layers)
         if run.states.shape != dense.states.shape:
             raise ConfigError(
                 f"Signals compare each token with the dense run, and these modules give the layers {run.states.shape[1]} of {len(ids)} tokens: "
                 "leave measure.signals out, or prompt_truncation."
             )
         apart = run.states - dense.states
-        arrays |= {f"run.{name}": value for name, value in _signals(arch, run, ids, basis).items()}
-        arrays |= {f"run.{name}": value for name, value in _decisions(run.trace).items()}
+        arrays |= {f"run.{name}": value for name, value in (_signals(arch, run, ids, basis) | _decisions(run.trace)).items()}
         arrays["run.sdi_l2"] = apart.norm(dim=-1)
         if gradient is not None:
             arrays["run.attributed_nats"] = (gradient * apart).sum(-1)
@@ -112,11 +109,9 @@ class _Watch(TokenPolicy):
 
     look: Look
     attention: bool = True
+    seen: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     priority = 90
     halts = False
-
-    def __post_init__(self) -> None:
-        self.seen: dict[int, dict[str, torch.Tensor]] = {}
 
     @property
     def causal(self) -> bool:
@@ -129,53 +124,45 @@ class _Watch(TokenPolicy):
         self.seen[view.layer] = self.look(view, tokens)
 
 
+@torch.no_grad()
 def observed(bench: Bench, windows: int, width: int, look: Look, *, attention: bool = False) -> dict[str, torch.Tensor]:
-    """What `look` says of the first `windows` windows in the dense model, each as a prompt of `width` tokens.
+    """What `look` says of the first `windows` windows in the dense model, each as a prompt of `width` tokens: from a view to
+    arrays (B, …) by name, the same names and shapes in every layer. `attention`: it asks for attention received.
 
-    Args:
-        look: from a view to arrays (B, …) by name, the same names and shapes in every layer it says them in.
-        attention: whether `look` asks for attention received.
-
-    Returns:
-        By name (L', W, …) on the CPU, L' the layers that are asked: all but the last, which nothing is decided after.
+    Gives by name (L', W, …) on the CPU, L' the layers that are asked: all but the last, which nothing is decided after.
     """
     batches: list[dict[str, torch.Tensor]] = []  # (L', B, …)
     model = shared_weight_copy(bench.model)
-    with torch.no_grad():
-        for start in range(0, windows, bench.protocol.batch_size):
-            bench.progress(start / windows)
-            watch = _Watch(look, attention)
-            batch = bench.windows.ids[start : min(start + bench.protocol.batch_size, windows), :width].to(model.device)
-            with apply(model, [watch], execution="compact"):
-                model(batch, use_cache=False, logits_to_keep=1)
-            layers = list(watch.seen.values())
-            batches.append({name: torch.stack([layer[name].float().cpu() for layer in layers]) for name in layers[0]})
+    for batch in bench.windows.ids[:windows, :width].split(bench.protocol.batch_size):
+        bench.progress(len(batches) * bench.protocol.batch_size / windows)
+        watch = _Watch(look, attention)
+        with apply(model, [watch], execution="compact"):
+            model(batch.to(model.device), use_cache=False, logits_to_keep=1)
+        layers = list(watch.seen.values())
+        batches.append({name: torch.stack([layer[name].float().cpu() for layer in layers]) for name in layers[0]})
     return {name: torch.cat([batch[name] for batch in batches], dim=1) for name in batches[0]}
 
 
-@dataclass(frozen=True)
-class _Observed:
+class _Observed(NamedTuple):
     states: torch.Tensor  # (L+1, N, D) float32
     attention: torch.Tensor  # (L+1, N)
     logits: torch.Tensor  # (N, V)
     trace: PassTrace
 
 
+@torch.no_grad()
 def _observe(
-    model: PreTrainedModel,
     arch: Architecture,
     ids: torch.Tensor,
     modules: Sequence[RuntimeModule],
     execution: Execution,
-    decision_layers: Sequence[int] | None = None,
+    layers: Sequence[int] | None = None,
 ) -> _Observed:
     """One forward of ids (N,), watched."""
     watch = _Watch(_attention)
-    with (
-        _captured(arch) as captured,
-        apply(model, [*modules, watch], execution=execution, decision_layers=decision_layers) as run,
-    ):
-        logits = model(ids[None], use_cache=False).logits[0]
+    watched = apply(arch.model, [*modules, watch], execution=execution, decision_layers=layers)
+    with _captured(arch) as captured, watched as run:
+        logits = arch.model(ids[None], use_cache=False).logits[0]
         trace = run.trace.passes[0]
     states = torch.stack([state[0].detach().float().to(logits.device) for state in captured])
     received = states.new_full(states.shape[:2], torch.nan)
@@ -235,13 +222,13 @@ def _signals(arch: Architecture, seen: _Observed, ids: torch.Tensor, basis: Sequ
     }
 
 
+@torch.no_grad()
 def _entropy_nats(arch: Architecture, states: torch.Tensor) -> torch.Tensor:
     """Entropy of the logit lens, (L+1, N, D) -> (L+1, N)."""
     pieces = []
-    with torch.no_grad():
-        for piece in states.flatten(0, 1).split(_ROWS_AT_A_TIME):
-            log_p = arch.logits(piece.to(arch.model.dtype)).float().log_softmax(-1)
-            pieces.append(-(log_p.exp() * log_p).sum(-1))
+    for piece in states.flatten(0, 1).split(_ROWS_AT_A_TIME):
+        log_p = arch.logits(piece.to(arch.model.dtype)).float().log_softmax(-1)
+        pieces.append(-(log_p.exp() * log_p).sum(-1))
     return torch.cat(pieces).view(states.shape[:2])
 
 
@@ -260,11 +247,11 @@ def _components(states: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor]
     return (mean, directions.to(states.dtype)), explained
 
 
-def _gradient(model: PreTrainedModel, arch: Architecture, ids: torch.Tensor) -> torch.Tensor:
+def _gradient(arch: Architecture, ids: torch.Tensor) -> torch.Tensor:
     """∂L/∂h of the dense model, L the summed nats of ids (N,) from the second token on: (L+1, N, D)."""
     with torch.enable_grad(), _captured(arch) as states:
-        embedded = model.get_input_embeddings()(ids[None]).detach().requires_grad_()  # or a frozen model would have no graph
-        logits = model(inputs_embeds=embedded, use_cache=False).logits[0]
+        embedded = arch.model.get_input_embeddings()(ids[None]).detach().requires_grad_()  # or a frozen model would have no graph
+        logits = arch.model(inputs_embeds=embedded, use_cache=False).logits[0]
         loss = F.cross_entropy(logits[:-1].float(), ids[1:], reduction="sum")
         gradients = torch.autograd.grad(loss, states)
     return torch.stack([gradient[0].float().to(ids.device) for gradient in gradients])

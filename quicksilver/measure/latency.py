@@ -14,8 +14,8 @@ from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from itertools import accumulate, count, pairwise
+from typing import TYPE_CHECKING, Annotated, Any
 
 from quicksilver.measure.measurement import Measurement, Quartiles, Result, Spread
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
@@ -33,6 +33,7 @@ BUSY = 0.5  # load average beyond what threads of our own explain
 CLOCK_GAP_S = 0.1  # and a thousandth of the time that passed: more than a clock is adjusted by while it runs
 
 Step = Callable[[], object]
+Rounds = Annotated[int, at_least(MIN_REPEATS)]
 
 
 def _quartiles(values: Sequence[float]) -> Quartiles:
@@ -63,10 +64,8 @@ class Alternation(UserDict[str, LatencySamples]):
     """What `alternate` measured: samples by name, and what is needed to judge them.
 
     Attributes:
-        control: name of the callable that was timed twice in every round; None: none was.
-        control_ms: times of its second appearance.
-        load_before, load_after: 1-minute load average of the machine around the measurement. On a quiet machine
-            `load_before` is near 0; anything above it competes for the same cores.
+        control: name of the callable that was timed twice in every round, `control_ms` its second times; None: none was.
+        load_before, load_after: 1-minute load average of the machine; on a quiet one `load_before` is near 0.
         seconds: how long the timed rounds took by the clock that timed them.
         clock_gap_s: how much more (or less) passed meanwhile by the clock on the wall: a machine that slept, a clock that was set.
     """
@@ -87,10 +86,8 @@ class Alternation(UserDict[str, LatencySamples]):
         found = []
         threads = torch.get_num_threads()  # a pass of ours just before keeps its own threads in the average
         if self.load_before > threads + BUSY:
-            found.append(
-                f"load average {self.load_before:.1f} before timing, where threads of this process explain {threads}: something else runs on "
-                "this machine"
-            )
+            busy = f"load average {self.load_before:.1f} before timing, where threads of this process explain {threads}"
+            found.append(f"{busy}: something else runs on this machine")
         if abs(self.clock_gap_s) > CLOCK_GAP_S + 1e-3 * self.seconds:
             found.append(f"the clock jumped by {self.clock_gap_s:+.1f} s while timing: the machine slept, or its clock was set")
         return found
@@ -129,7 +126,7 @@ def gc_paused(generation: int = 1) -> Iterator[None]:
             gc.enable()
 
 
-def _times_ms(steps: Sequence[Step], device: torch.device, clock: Callable[[], float]) -> list[float]:
+def _times_ms(name: str, steps: Sequence[Step], device: torch.device, clock: Callable[[], float]) -> list[float]:
     """Milliseconds from the beginning of the first step to the end of each, one after another without a pause."""
     import torch
 
@@ -150,7 +147,7 @@ def _times_ms(steps: Sequence[Step], device: torch.device, clock: Callable[[], f
             moments.append(clock())
         each = [(after - before) * 1e3 for before, after in pairwise(moments)]
     if min(each) <= 0:
-        raise QuickSilverError("the clock stood still or ran backwards while it was timed; there is no time to report.")
+        raise QuickSilverError(f"{name}: the clock stood still or ran backwards while it was timed; there is no time to report.")
     return list(accumulate(each))
 
 
@@ -172,9 +169,6 @@ def alternate(
         device: a CUDA device is timed by its own events, everything else by `time.perf_counter`.
         control: time the first callable once more at the end of every round, for `Alternation.noise_floor`.
 
-    Returns:
-        Samples by name; the control's second samples are not among them.
-
     Raises:
         ConfigError: nothing to time, fewer than 3 repeats, a negative warm-up.
         QuickSilverError: a time that is not positive: the clock cannot be trusted.
@@ -191,14 +185,11 @@ def alternate_steps(
     control: bool = True,
     clock: Callable[[], float] | None = None,
 ) -> list[Alternation]:
-    """As `alternate`, of work in steps that follow one another, such as a prompt and what is decoded after it.
+    """As `alternate`, of work in steps that follow one another, such as a prompt and what is decoded after it: the steps of each,
+    equally many. `clock` gives seconds where the device has no events of its own; None: `time.perf_counter`.
 
-    Args:
-        fns: the steps of each, equally many.
-        clock: seconds, where the device has no events of its own; None: `time.perf_counter`.
-
-    Returns:
-        One for each step: the time from the first step's beginning to the end of that step. The last is of all of them.
+    Gives one alternation for each step: the time from the first step's beginning to the end of that step. The last is of all of
+    them.
     """
     import torch
 
@@ -208,14 +199,7 @@ def alternate_steps(
         raise ConfigError(f"repeats={repeats} gives no interval: time at least {MIN_REPEATS} rounds")
     if warmup < 0:
         raise ConfigError(f"warmup={warmup} is negative: 0 or more untimed rounds")
-    device, first = torch.device(device), next(iter(fns))
-
-    def timed(name: str) -> list[float]:
-        try:
-            return _times_ms(fns[name], device, clock or time.perf_counter)
-        except QuickSilverError as error:
-            raise QuickSilverError(f"{name}: {error}") from None
-
+    device, first, clock = torch.device(device), next(iter(fns)), clock or time.perf_counter
     load_before = os.getloadavg()[0]
     for _ in range(warmup):
         for steps in fns.values():
@@ -227,19 +211,16 @@ def alternate_steps(
     began, began_on_wall = time.perf_counter(), time.time()
     for _ in range(repeats):
         with gc_paused():
-            for name in fns:
-                times[name].append(timed(name))
+            for name, steps in fns.items():
+                times[name].append(_times_ms(name, steps, device, clock))
             if control:
-                again.append(timed(first))
+                again.append(_times_ms(first, fns[first], device, clock))
     seconds, on_wall = time.perf_counter() - began, time.time() - began_on_wall
-    load_after = os.getloadavg()[0]
-    return [
-        Alternation(
-            {name: LatencySamples([ends[n] for ends in rounds]) for name, rounds in times.items()}, first if control else None,
-            [ends[n] for ends in again], load_before, load_after, seconds, on_wall - seconds,
-        )
-        for n in range(len(fns[first]))
-    ]  # fmt: skip
+    around = (load_before, os.getloadavg()[0], seconds, on_wall - seconds)
+    by_step = [
+        {name: LatencySamples([ends[n] for ends in rounds]) for name, rounds in times.items()} for n in range(len(fns[first]))
+    ]
+    return [Alternation(one, first if control else None, [ends[n] for ends in again], *around) for n, one in enumerate(by_step)]
 
 
 @dataclass(frozen=True)
@@ -253,7 +234,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class LatencyResult(Result):
+class LatencyResult(Result, section=""):
     """Wall clock of one batch, run and dense in turns; `prompt_…` of its prompt alone, under `continuation`.
 
     Attributes:
@@ -262,8 +243,6 @@ class LatencyResult(Result):
         load_average: of the machine, `before` and `after`.
         timing_warnings: why these times may be worth less than they look.
     """
-
-    section: ClassVar[str | None] = ""
 
     latency_ms: Spread
     dense_latency_ms: Spread
@@ -287,10 +266,10 @@ class LatencyResult(Result):
 
     def line(self) -> str:
         """The time saved: of the prompt where there is one, then of the whole batch."""
-        prompt, whole = self.timing(prompt=True), self.timing()
-        assert whole is not None
-        both = {"": whole} if prompt is None else {" of the prompt's": prompt, " of the batch's": whole}
-        return f"\n{' ' * 15}".join(time_saved(one.ratio, one.noise_floor_pct, of) for of, one in both.items())
+        both = {" of the prompt's": self.timing(prompt=True), " of the batch's": self.timing()}
+        there = {of: one for of, one in both.items() if one is not None}
+        said = (time_saved(one.ratio, one.noise_floor_pct, of if len(there) > 1 else "") for of, one in there.items())
+        return f"\n{' ' * 15}".join(said)
 
 
 def time_saved(ratio: Quartiles, noise_floor_pct: float, of: str) -> str:
@@ -306,7 +285,7 @@ def time_saved(ratio: Quartiles, noise_floor_pct: float, of: str) -> str:
 
 
 @dataclass
-class InTurns(Measurement):
+class InTurns(Measurement, share=0.18, timed=True):
     """Rounds in which the run and the dense model take turns.
 
     Args:
@@ -315,10 +294,7 @@ class InTurns(Measurement):
     """
 
     warmup: Count = 1
-    repeats: Annotated[int, at_least(MIN_REPEATS)] = 3
-
-    share = 0.18
-    timed = True
+    repeats: Rounds = 3
 
 
 @dataclass
@@ -326,27 +302,19 @@ class Latency(InTurns):
     """Time one batch."""
 
     def run(self, bench: Bench) -> LatencyResult:
-        import torch
-
         from quicksilver.measure.bench import calls
 
-        model, dense, batch, protocol = bench.model, shared_weight_copy(bench.model), bench.batch, bench.protocol
+        dense, batch, protocol = shared_weight_copy(bench.model), bench.batch, bench.protocol
         prefixes = ("prompt_", "") if protocol.name == "continuation" else ("",)
         rounds = self.warmup + 2 * self.repeats  # the dense model runs twice in a timed round: it is the control too
-        done = 0
-
-        def note() -> None:
-            nonlocal done
-            done += 1
-            bench.progress(min(1.0, done / rounds))
-
+        done = count(1)
         found: dict[str, Any] = {}
-        with torch.no_grad(), bench.apply() as run:
+        with bench.apply() as run:
             steps = {
-                "dense": calls(dense, batch, protocol, before=note),
-                "run": calls(model, batch, protocol, before=run.reset),  # or the traces of all rounds pile up
+                "dense": calls(dense, batch, protocol, before=lambda: bench.progress(min(1.0, next(done) / rounds))),
+                "run": calls(bench.model, batch, protocol, before=run.reset),  # or the traces of all rounds pile up
             }
-            each = alternate_steps(steps, self.warmup, self.repeats, model.device)
+            each = alternate_steps(steps, self.warmup, self.repeats, bench.model.device)
         for prefix, times in zip(prefixes, each, strict=True):
             ours, theirs = (Spread(times[name].median, times[name].iqr, times[name].ms) for name in ("run", "dense"))
             found |= {
@@ -389,16 +357,15 @@ class DevicesResult(Result):
 
 
 @dataclass
-class Devices(InTurns):
+class Devices(InTurns, of_ranks=True):
     """Time one batch in every process that torchrun started; all begin each pass together."""
-
-    of_ranks = True
 
     def run(self, bench: Bench) -> DevicesResult:
         from torch import distributed
 
         from quicksilver.measure.memory import peak_memory
         from quicksilver.models import parallel
+        from quicksilver.runtime.placement import ranks_of
 
         together: Step = distributed.barrier if parallel.processes() > 1 else lambda: None
         with bench.sides() as sides:
@@ -409,7 +376,7 @@ class Devices(InTurns):
         ms = {name: [end - start for start, end in zip(begun[name].ms, ended[name].ms, strict=True)] for name in sides}
         every = parallel.gathered(({name: statistics.median(taken) for name, taken in ms.items()}, peak, ended.warnings))
         ours, dense = ([medians[name] for medians, _, _ in every] for name in (run, "dense"))
-        replicas = len(every) // bench.parts
+        replicas = len(every) // ranks_of(bench.model).size
         per_s, dense_per_s = (1e3 * replicas * tokens / max(taken) for taken in (ours, dense))
         said = list(dict.fromkeys(warning for _, _, found in every for warning in found))
         return DevicesResult(len(every), replicas, tokens, per_s, dense_per_s, ours, dense, [peak for _, peak, _ in every], said)

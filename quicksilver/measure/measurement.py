@@ -42,11 +42,8 @@ class Mistyped(ValueError):
 
 
 def decoded(cls: type[T], content: Any, where: str = "") -> T:
-    """`content`, as json gives it, as a dataclass. Further keys are left alone.
-
-    Raises:
-        Mistyped: a value of another type, one that is not finite, or one that is missing.
-    """
+    """`content`, as json gives it, as a dataclass. Further keys are left alone. Raises Mistyped: a value of another type, one
+    that is not finite, or one that is missing."""
     if not isinstance(content, Mapping):
         raise Mistyped.at(where or cls.__name__, content, "an object")
     of: Any = cls
@@ -134,8 +131,17 @@ def _encoded(content: Any) -> Any:
     return [_encoded(one) for one in content] if isinstance(content, list | tuple) else content
 
 
+class Described:
+    """Base of classes whose attributes may stand in their first line: `class Audit(Measurement, share=0.08)`."""
+
+    def __init_subclass__(cls, **attributes: Any) -> None:
+        super().__init_subclass__()
+        for name, content in attributes.items():
+            setattr(cls, name, content)
+
+
 @dataclass(frozen=True)
-class Result:
+class Result(Described):
     """What a measurement found: a dataclass of numbers, texts, lists and further dataclasses, with units in the names of its fields.
 
     Attributes:
@@ -155,11 +161,7 @@ class Result:
 
     @classmethod
     def from_json(cls, content: Any) -> Self:
-        """From what `to_json` gave.
-
-        Raises:
-            Mistyped: it is not what the fields say.
-        """
+        """From what `to_json` gave. Raises Mistyped: it is not what the fields say."""
         return decoded(cls, content)
 
 
@@ -183,7 +185,7 @@ class Setting:
 
 
 @dataclass
-class Measurement(Options, ABC):
+class Measurement(Options, Described, ABC):
     """One pass over a model, its windows and its modules. The options are the fields of the dataclass, checked by their annotations.
 
     Attributes:

@@ -7,10 +7,11 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from quicksilver.measure.latency import gc_paused
 from quicksilver.measure.measurement import Measurement, Result
@@ -34,8 +35,7 @@ class PeakMemory:
     """Peak memory while a callable ran.
 
     Attributes:
-        process_bytes: peak resident memory of the process, weights and libraries included.
-        before_bytes: resident memory just before, so `process_bytes - before_bytes` is what the callable added.
+        process_bytes: peak resident memory of the process, weights and libraries included; `before_bytes` just before.
         device_bytes: peak of the CUDA allocator (`torch.cuda.max_memory_allocated`, as App. J); None on a CPU.
         method: `kernel`: the high-water mark that Linux keeps, exact up to the few pages a thread may hold back. Before it starts,
             pages that the C library keeps for later are given back: else whoever ran before would leave its peak to the next.
@@ -56,11 +56,10 @@ class PeakMemory:
 def _reset_high_water_mark() -> bool:
     # `getrusage().ru_maxrss` covers the whole life of the process and would report the loading of the model. Writing 5 to
     # clear_refs starts the kernel's mark afresh (proc(5)); other systems and some containers do not offer it.
-    try:
+    with suppress(OSError):
         _CLEAR_REFS.write_text("5")
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _peak_by_sampling(fn: Callable[[], object], resident: Callable[[], int]) -> int:
@@ -68,24 +67,22 @@ def _peak_by_sampling(fn: Callable[[], object], resident: Callable[[], int]) -> 
 
     def sample() -> None:
         while not done.wait(SAMPLING_INTERVAL_S):
-            found[0] = max(found[0], resident())
+            found.append(max(found.pop(), resident()))
 
-    sampler = threading.Thread(target=sample, name="peak-memory", daemon=True)
-    sampler.start()
-    try:
-        fn()
-    finally:
-        done.set()
-        sampler.join()
-    return max(found[0], resident())
+    with ThreadPoolExecutor(1) as pool:
+        sampling = pool.submit(sample)
+        try:
+            fn()
+        finally:
+            done.set()
+        sampling.result()
+    return max(*found, resident())
 
 
 def peak_memory(fn: Callable[[], object], device: str | torch.device = "cpu") -> PeakMemory:
-    """Run `fn` once and report the peak memory while it ran.
+    """Run `fn` once and report the peak memory while it ran; a CUDA device adds the allocator's peak on it.
 
-    Args:
-        fn: the callable; run it once before for a peak without one-time allocations.
-        device: a CUDA device adds the allocator's peak on it.
+    Run it once before for a peak without one-time allocations.
     """
     import psutil
     import torch
@@ -103,8 +100,7 @@ def peak_memory(fn: Callable[[], object], device: str | torch.device = "cpu") ->
     before_bytes, kernel = resident(), _reset_high_water_mark()
     if kernel:
         fn()
-        mark = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
-        process_bytes = int(mark.split()[1]) * 1024
+        process_bytes = 1024 * int(_STATUS.read_text().partition("\nVmHWM:")[2].split()[0])
     else:
         process_bytes = _peak_by_sampling(fn, resident)
     device_bytes = None
@@ -150,11 +146,9 @@ def peak_tensor_bytes(fn: Callable[[], object]) -> int:
 
 
 def paper_kv_delta_bytes(trace: Trace, arch: Architecture, element_bytes: int) -> list[int]:
-    """ΔM of App. J by layer: N_halted · d_kv · h · 2 values, in bytes. What the paper's formula says is saved, not what is.
+    """ΔM of App. J by layer: N_halted · d_kv · h · 2 values of `element_bytes`: what the paper's formula says is saved.
 
-    Args:
-        trace: its decisions; a token that is halted or fused in a layer counts.
-        element_bytes: of one value of K or V.
+    A token that is halted or fused in a layer counts.
     """
     a_token = 2 * arch.n_kv_heads * arch.head_dim * element_bytes
     return [a_token * sum(int((p.valid & ~p.active(layer)).sum()) for p in trace.passes) for layer in range(trace.n_layers)]
@@ -176,10 +170,8 @@ class KvBytesByLayer:
 
 
 @dataclass(frozen=True)
-class MemoryResult(Result):
+class MemoryResult(Result, section=""):
     """Peaks of one batch, run and dense: of the process or of the GPU's allocator, and on a CPU of the tensors alone."""
-
-    section: ClassVar[str | None] = ""
 
     peak_memory_bytes: int
     dense_peak_memory_bytes: int
@@ -196,11 +188,8 @@ class MemoryResult(Result):
 
 
 @dataclass
-class Memory(Measurement):
+class Memory(Measurement, share=0.05, windows_speak=True):
     """Weigh one batch, whose windows were scored before: what is allocated once is paid for. And its KV cache by layer."""
-
-    share = 0.05
-    windows_speak = True
 
     def run(self, bench: Bench) -> MemoryResult:
         known = None if bench.dense is None else bench.dense.peak_tensor_bytes
@@ -220,12 +209,10 @@ def _weighed(
 ) -> tuple[PeakMemory, int | None, list[KVBytes], list[int]]:
     """One batch under `modules`: its peak, that of its tensors (where it is known, `tensor_bytes`), its cache by layer, and what the paper says is
     saved of that."""
-    import torch
-
     from quicksilver.measure.bench import Side
 
     model = bench.model
-    with torch.no_grad(), bench.apply(modules=modules) as run:
+    with bench.apply(modules=modules) as run:
         side = Side(model, bench.batch, bench.protocol, run)
         peak, cache = peak_memory(side.forward, model.device), run.kv_bytes_by_layer
         saved = paper_kv_delta_bytes(run.trace, run.arch, model.dtype.itemsize)

@@ -54,7 +54,7 @@ class NeedleResult(Result):
 
 
 @dataclass
-class Needle(Measurement):
+class Needle(Measurement, share=0.5):
     """Prompts of the protocol's length, of the first windows.
 
     Args:
@@ -69,20 +69,16 @@ class Needle(Measurement):
     needle_tokens: Annotated[int, at_least(2)] = 32
     cue_tokens: Positive = 8
 
-    share = 0.5
-
     def check(self, setting: Setting) -> None:
-        if setting.prompt_tokens > setting.window_tokens:
+        prompt, needle, cue = setting.prompt_tokens, self.needle_tokens, self.cue_tokens
+        if prompt > setting.window_tokens:
+            short = f"windows={self.windows}: windows of {setting.window_tokens} tokens are shorter than the prompt"
+            raise ConfigError(f"{short}: give a smaller protocol.prompt_tokens than {prompt}.")
+        if not cue < needle:
+            raise ConfigError(f"cue_tokens={cue}: it must be less than needle_tokens={needle}.")
+        if needle + cue >= prompt:
             raise ConfigError(
-                f"windows={self.windows}: windows of {setting.window_tokens} tokens are shorter than the prompt: give a smaller "
-                f"protocol.prompt_tokens than {setting.prompt_tokens}."
-            )
-        if not self.cue_tokens < self.needle_tokens:
-            raise ConfigError(f"cue_tokens={self.cue_tokens}: it must be less than needle_tokens={self.needle_tokens}.")
-        if self.needle_tokens + self.cue_tokens >= setting.prompt_tokens:
-            raise ConfigError(
-                f"needle_tokens={self.needle_tokens} and cue_tokens={self.cue_tokens} fill the prompt "
-                f"(protocol.prompt_tokens={setting.prompt_tokens}): make it longer."
+                f"needle_tokens={needle} and cue_tokens={cue} fill the prompt (protocol.prompt_tokens={prompt}): make it longer."
             )
 
     def windows_passed(self, windows: int, window_tokens: int) -> float:
@@ -103,44 +99,27 @@ class Needle(Measurement):
         places: Sequence[int | str] = (*range(self.depths), ABSENT)
         starts = [round((k + 0.5) / self.depths * (hay.shape[1] - self.needle_tokens)) for k in range(self.depths)]
         found: dict[str, torch.Tensor] = {}  # column -> (W,)
-        with torch.no_grad():
-            for done, place in enumerate(places):
-                bench.progress(done / len(places))
-                filled = hay.clone()
-                if isinstance(place, int):
-                    filled[:, starts[place] : starts[place] + self.needle_tokens] = needles
-                both = _found(bench, torch.cat([filled, needles], dim=1))
-                found |= dict(zip((column("answered", place), column("nats", place)), both, strict=True))
+        for done, place in enumerate(places):
+            bench.progress(done / len(places))
+            filled = hay.clone()
+            if isinstance(place, int):
+                filled[:, starts[place] : starts[place] + self.needle_tokens] = needles
+            both = _found(bench, torch.cat([filled, needles], dim=1))
+            found |= dict(zip((column("answered", place), column("nats", place)), both, strict=True))
         by_window = {name: bench.frame["window"].map(dict(enumerate(values.tolist()))) for name, values in found.items()}
         bench.frame = bench.frame.assign(**by_window)
-
-        def mean(what: str, place: int | str) -> float:
-            return float(found[column(what, place)].mean())
-
-        return NeedleResult(
-            windows=len(prompts),
-            prompt_tokens=prompts.shape[1],
-            asked_tokens=asked,
-            depths=[start / prompts.shape[1] for start in starts],
-            answered=[mean("answered", depth) for depth in range(self.depths)],
-            nats=[mean("nats", depth) for depth in range(self.depths)],
-            absent_answered=mean("answered", ABSENT),
-            absent_nats=mean("nats", ABSENT),
-        )
+        answered, nats = ([float(found[column(what, place)].mean()) for place in places] for what in ("answered", "nats"))
+        depths = [start / prompts.shape[1] for start in starts]
+        return NeedleResult(len(prompts), prompts.shape[1], asked, depths, answered[:-1], nats[:-1], answered[-1], nats[-1])
 
 
 def _found(bench: Bench, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of rows (W, P + C), whose last C tokens are asked: share of them that is predicted, and nats a token; both (W,) float64.
-
-    Raises:
-        QuickSilverError: logits that are not finite.
-    """
+    """Of rows (W, P + C), whose last C tokens are asked: share of them that is predicted, and nats a token; both (W,) float64."""
     import torch
 
     from quicksilver.measure.perplexity import Protocol, check_finite, scored_logits
 
-    right: list[torch.Tensor] = []
-    nats: list[torch.Tensor] = []
+    found = []
     size = bench.protocol.batch_size
     for start, part in zip(range(0, len(rows), size), rows.split(size), strict=True):
         asked = Protocol("continuation", rows.shape[1], bench.protocol.prompt_tokens, len(part))
@@ -148,7 +127,7 @@ def _found(bench: Bench, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
             calls = [*scored_logits(bench.model, part.to(bench.model.device), asked)]
         logits, tokens = (torch.cat(parts, dim=1) for parts in zip(*calls, strict=True))  # (B, C, V), (B, C)
         check_finite(logits.isfinite().all(-1), start, asked, bench.model)
-        right.append((logits.argmax(-1) == tokens).double().mean(dim=1).cpu())
         lost = torch.nn.functional.cross_entropy(logits.float().mT, tokens, reduction="none")  # (B, C) nats
-        nats.append(lost.double().mean(dim=1).cpu())
-    return torch.cat(right), torch.cat(nats)
+        found.append([both.double().mean(dim=1).cpu() for both in (logits.argmax(-1) == tokens, lost)])
+    right, nats = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return right, nats

@@ -50,7 +50,6 @@ class Protocol(Options):
     """Which positions of a window are scored, and how the model gets there.
 
     Args:
-        name: `all` or `continuation`.
         window_tokens: length of a window. Windows are disjoint: there is no stride.
         prompt_tokens: length of the prompt under `continuation`; has no effect under `all`.
         batch_size: windows per forward pass.
@@ -71,10 +70,9 @@ class Protocol(Options):
         if self.window_tokens < 2:
             raise ConfigError(f"protocol.window_tokens={self.window_tokens} leaves nothing to score: at least 2.")
         if self.name == "continuation" and self.prompt_tokens >= self.window_tokens:
-            raise ConfigError(
-                f"protocol.prompt_tokens={self.prompt_tokens} leaves nothing to score of a window of "
-                f"protocol.window_tokens={self.window_tokens}: make the prompt shorter or the window longer."
-            )
+            nothing = f"protocol.prompt_tokens={self.prompt_tokens} leaves nothing to score"
+            window = f"of a window of protocol.window_tokens={self.window_tokens}"
+            raise ConfigError(f"{nothing} {window}: make the prompt shorter or the window longer.")
 
     @property
     def first_scored(self) -> int:
@@ -93,10 +91,8 @@ class Protocol(Options):
 
 
 def check_allowed(modules: Sequence[RuntimeModule], protocol: Protocol, names: Sequence[str] = ()) -> None:
-    """Refuse modules that look ahead where every position is scored (docs/design.md §3).
-
-    Args:
-        names: what the modules are called; none: by their classes.
+    """Refuse modules that look ahead where every position is scored (docs/design.md §3). `names` is what they are called; none:
+    by their classes.
 
     Raises:
         ConfigError: a module that is neither causal nor marked `lookahead`, under `all`.
@@ -106,11 +102,11 @@ def check_allowed(modules: Sequence[RuntimeModule], protocol: Protocol, names: S
     called = names or [type(module).__name__ for module in modules]
     looking = [name for name, module in zip(called, modules, strict=True) if not module.causal and not module.lookahead]
     if looking:
-        subject = f"{' and '.join(looking)} {'looks' if len(looking) == 1 else 'look'} ahead"
         raise ConfigError(
-            f"{subject}: causal=False means that a decision may read tokens after its own, and protocol.name=all scores those. Ways out: "
-            "protocol=continuation, which scores what follows a prompt; causal=true on a module of yours that reads earlier tokens only; or "
-            "lookahead=true, the paper's variant, which marks every number that comes of it."
+            f"{' and '.join(looking)} {'looks' if len(looking) == 1 else 'look'} ahead: causal=False means that a decision may read tokens "
+            "after its own, and protocol.name=all scores those. Ways out: protocol=continuation, which scores what follows a prompt; "
+            "causal=true on a module of yours that reads earlier tokens only; or lookahead=true, the paper's variant, which marks every "
+            "number that comes of it."
         )
 
 
@@ -183,21 +179,18 @@ def check_windows(model: PreTrainedModel, windows: torch.Tensor, protocol: Proto
         ConfigError: windows that are not (W, protocol.window_tokens) whole numbers, no window at all, a window longer than
             the model's context, a token id outside its vocabulary, a model in training mode.
     """
-    if windows.ndim != 2 or windows.shape[1] != protocol.window_tokens or windows.dtype != torch.long:
-        raise ConfigError(
-            f"windows of shape {tuple(windows.shape)} and type {windows.dtype} do not fit protocol.window_tokens="
-            f"{protocol.window_tokens}: cut them with windows_of(ids, {protocol.window_tokens})."
-        )
+    size = protocol.window_tokens
+    if windows.ndim != 2 or windows.shape[1] != size or windows.dtype != torch.long:
+        given = f"windows of shape {tuple(windows.shape)} and type {windows.dtype}"
+        raise ConfigError(f"{given} do not fit protocol.window_tokens={size}: cut them with windows_of(ids, {size}).")
     if len(windows) == 0:
         raise ConfigError("there is no window to score: give at least one.")
-    check_context(model, protocol.window_tokens)
+    check_context(model, size)
     vocabulary = architecture_of(model).vocab_size
     low, high = int(windows.min()), int(windows.max())
     if low < 0 or high >= vocabulary:
-        raise ConfigError(
-            f"token ids run from {low} to {high} and the model's vocabulary has {vocabulary}: "
-            "the text was encoded with another model's tokenizer."
-        )
+        given = f"token ids run from {low} to {high} and the model's vocabulary has {vocabulary}"
+        raise ConfigError(f"{given}: the text was encoded with another model's tokenizer.")
     if model.training:
         raise ConfigError("the model is in training mode, where dropout makes every number random: call model.eval() first.")
 
@@ -236,16 +229,12 @@ def _nll_nats(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor
 def _ledger_by_window(
     arch: Architecture, passes: Sequence[PassTrace], head_tokens: int, total: Flops, beta: Mapping[int, float]
 ) -> list[Flops]:
-    """Ledgers of the last pass of a batch, window by window.
+    """Ledgers of the last of a batch's `passes`, window by window; the passes before it filled the cache it started from. For
+    each window it computed `head_tokens` rows of logits; `total` is of all windows together, `beta` what the paper's ledger
+    charges by bit-width.
 
-    What was executed is shared equally: rows of unequal length are padded to the longest, so every row costs the same; so is what could have been
-    skipped. The nominal and the paper ledger are otherwise the row's own.
-
-    Args:
-        passes: passes of this batch so far; the last is the one in question, those before it filled the cache it started from.
-        head_tokens: rows of logits that the last pass computed for each window.
-        total: ledgers of the last pass, all windows together.
-        beta: what the paper's ledger charges a token by its bit-width.
+    What was executed is shared equally: rows of unequal length are padded to the longest, so every row costs the same; so is what
+    could have been skipped. The nominal and the paper ledger are otherwise the row's own.
     """
     *earlier, last = passes
     rows = last.valid.shape[0]
@@ -280,10 +269,8 @@ def score(
     Args:
         model: a causal language model in evaluation mode; windows are moved to its device.
         windows: (W, protocol.window_tokens) long, of `windows_of`.
-        protocol: what is scored.
         token_bytes: (V,) long, of `token_byte_lengths`; None leaves the bytes out.
         modules: empty scores the dense model, through the same runtime.
-        execution: how decisions are carried out.
         progress: called at the beginning and after every batch with windows done and windows in all.
         dense: adds to every window how far its predictions are from the dense model's: one forward pass more for each batch.
         decision_layers: layers after which modules are asked; None: after every layer.
@@ -316,26 +303,19 @@ def score(
                 progress(done + len(block), len(windows))
             return Block(rows, run.trace.compact(), billed, resident)
 
-        frames, traces, billed, resident = [], [], 0, 0
+        parts = []
         for block in keep(blocks, compute):  # one at a time: rows take ten times the memory of their frame
-            frames.append(pd.DataFrame(block.rows))
-            traces.append(block.trace)
-            billed += block.kv_bytes_billed
-            resident += block.kv_bytes_resident
+            parts.append((pd.DataFrame(block.rows), block.trace, block.kv_bytes_billed, block.kv_bytes_resident))
         run.reset()
+    frames, traces, billed, resident = zip(*parts, strict=True)
     frame = pd.concat(frames, ignore_index=True).astype({"bytes": "Int64"})
-    return Scores(frame, Trace.concat(traces), billed, resident)
+    return Scores(frame, Trace.concat(traces), sum(billed), sum(resident))
 
 
 def _scored(
-    run: Run,
-    model: PreTrainedModel,
-    start: int,
-    batch: torch.Tensor,
-    protocol: Protocol,
-    token_bytes: torch.Tensor | None,
+    run: Run, model: PreTrainedModel, start: int, batch: torch.Tensor, protocol: Protocol, token_bytes: torch.Tensor | None,
     dense: DenseLogits | None,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, Any]]:  # fmt: skip
     """The rows of one batch of windows (B, N), of which the first is number `start`."""
     scores, apart, ledgers, rows = [], [], [], []
     first_pass, before = len(run.trace.passes), run.flops
@@ -357,13 +337,10 @@ def _scored(
         columns |= {"kl_nats": kl.mean(1).tolist(), "top1_agreement": same.double().mean(1).tolist()}
     scored = batch[:, protocol.first_scored :].cpu()
     for i in range(len(batch)):
-        row: dict[str, Any] = {
-            "window": start + i,
-            "tokens": protocol.scored_tokens,
-            "bytes": None if token_bytes is None else int(token_bytes[scored[i]].sum()),
-            **{name: of_windows[i] for name, of_windows in columns.items()},
-            **ledger_columns(sum((call[i] for call in ledgers), Flops())),
-        }
+        length = None if token_bytes is None else int(token_bytes[scored[i]].sum())
+        row: dict[str, Any] = {"window": start + i, "tokens": protocol.scored_tokens, "bytes": length}
+        row |= {name: of_windows[i] for name, of_windows in columns.items()}
+        row |= ledger_columns(sum((call[i] for call in ledgers), Flops()))
         if protocol.name == "continuation":
             row |= {f"prompt_{name}": value for name, value in ledger_columns(ledgers[0][i]).items()}
         rows.append(row)
@@ -380,7 +357,7 @@ def check_finite(finite: torch.Tensor, first_window: int, protocol: Protocol, mo
     """finite: (B, S) bool, by scored position."""
     if bool(finite.all()):
         return
-    row, position = (int(i) for i in (~finite).nonzero()[0])
+    row, position = (~finite).nonzero()[0].tolist()
     raise QuickSilverError(
         f"window {first_window + row}: the logits that score position {protocol.first_scored + position} are NaN or infinite "
         f"(protocol={protocol.name}, dtype={model.dtype}). No perplexity can be given: check the weights, or use dtype=float32."
@@ -388,10 +365,7 @@ def check_finite(finite: torch.Tensor, first_window: int, protocol: Protocol, mo
 
 
 def divergence(dense: torch.Tensor, run: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """KL(dense‖run) and agreement of the likeliest token, by position.
-
-    Args:
-        dense, run: (B, S, V) logits of the same positions.
+    """KL(dense‖run) and agreement of the likeliest token, of (B, S, V) logits of the same positions.
 
     Returns:
         Nats, (B, S) float64, and whether both have their greatest logit at the same token, (B, S) bool.
@@ -424,13 +398,12 @@ class DenseLogits:
             yield from self._kept[first_window]
             return
         calls: list[torch.Tensor] = []
-        held, fits = 0, True
+        held = 0
         for logits, _ in scored_logits(self._model, batch, self._protocol):
             held += logits.nbytes
-            fits = fits and held <= self._left
-            calls = [*calls, logits] if fits else []
+            calls = [*calls, logits] if held <= self._left else []
             yield logits
-        if fits:
+        if held <= self._left:
             self._kept[first_window] = calls
             self._left -= held
 

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from quicksilver.measure.measurement import Measurement, Result
 from quicksilver.runtime.options import Positive
@@ -20,21 +20,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class QualityResult(Result):
+class QualityResult(Result, section=""):
     """Sums over the scored windows; perplexity divides once, at the end.
 
     Attributes:
-        ppl: per token.
-        bits_per_byte: None where the tokenizer loses bytes.
-        nll_nats: of all scored tokens.
-        tokens, bytes: scored.
+        ppl: per token; nll_nats, tokens, bytes: of all that is scored; bits_per_byte: None where the tokenizer loses bytes.
         executed_flops, nominal_flops, paper_flops: the three ledgers; `signal_flops` of what decides. `prompt_…` under `continuation`.
         kv_bytes_billed, kv_bytes_resident: at the end of every batch, summed over the batches; 0 under `all`.
         kl_nats: KL(dense‖run) per scored token; None in a dense run.
         top1_agreement: share of scored positions whose likeliest token is the dense model's, 0 to 1; None in a dense run.
     """
-
-    section: ClassVar[str | None] = ""
 
     ppl: float
     bits_per_byte: float | None
@@ -84,12 +79,8 @@ def _scored(bench: Bench, modules: Sequence[RuntimeModule], name: str) -> Scores
 
 
 @dataclass
-class Quality(Measurement):
+class Quality(Measurement, share=0.25, windows_speak=True, in_blocks=True, of_ranks=True):
     """Score every window; every decision goes into the trace."""
-
-    share = 0.25
-    windows_speak = in_blocks = True
-    of_ranks = True
 
     def run(self, bench: Bench) -> QualityResult:
         from quicksilver.measure.perplexity import DensePasses
@@ -102,15 +93,13 @@ class Quality(Measurement):
 
 
 @dataclass(frozen=True)
-class NullResult(Result):
+class NullResult(Result, section="null"):
     """The run once more, by chance; fields as in `QualityResult`, means over the seeds where there are several.
 
     Attributes:
         kind: `shuffle`, `shuffle within tenths`, `random neighbours`, `random entries` or `random tokens`: see `by_chance`.
         seed_ppl: perplexity by seed; None: one seed.
     """
-
-    section: ClassVar[str | None] = "null"
 
     kind: str
     ppl: float
@@ -127,7 +116,7 @@ class NullResult(Result):
 
 
 @dataclass
-class Null(Measurement):
+class Null(Measurement, share=0.15, windows_speak=True, in_blocks=True, of_dense="never"):
     """Score the windows again, with the same counts on random tokens. Adds `null_…` columns to the windows.
 
     Args:
@@ -138,9 +127,6 @@ class Null(Measurement):
     seeds: Positive = 1
     tenths: bool = False
 
-    share = 0.15
-    windows_speak = in_blocks = True
-    of_dense = "never"
     recorded_as = "quicksilver.measure.null.Null"
 
     def identity(self) -> dict[str, Any]:
@@ -150,25 +136,20 @@ class Null(Measurement):
         assert bench.trace is not None  # quality is measured first
         found, kind = [], ""
         for seed in range(bench.seed, bench.seed + self.seeds):
-            chosen = by_chance(bench.modules, bench.trace, seed, self.tenths)
-            if chosen is None:
+            if (chosen := by_chance(bench.modules, bench.trace, seed, self.tenths)) is None:
                 return None
             kind, chance = chosen
             found.append(_scored(bench, chance, f"null-{seed}"))
         names = [name for name in ("nll_nats", "kl_nats", "top1_agreement") if name in found[0].windows]
-        bench.frame = bench.frame.assign(
-            **{f"null_{name}": sum(one.windows[name] for one in found) / self.seeds for name in names}
-        )
+        columns = {f"null_{name}": sum(one.windows[name] for one in found) / self.seeds for name in names}
+        bench.frame = bench.frame.assign(**columns)
         totals = [QualityResult.of(one) for one in found]
-
-        def mean(name: str) -> Any:
-            return sum(getattr(one, name) for one in totals) / self.seeds
-
         ppl = math.exp(sum(one.nll_nats for one in totals) / sum(one.tokens for one in totals))
+        flops = ("executed_flops", "nominal_flops")
+        means = {name: sum(getattr(one, name) for one in totals) / self.seeds for name in (*names, *flops)}
         # How much chance decides differs from seed to seed only where it draws neighbours or entries, and then by a little.
-        flops = {name: round(mean(name)) for name in ("executed_flops", "nominal_flops")}
-        seed_ppl = [one.ppl for one in totals] if self.seeds > 1 else None
-        return NullResult(kind, ppl, **flops, **{name: mean(name) for name in names}, seed_ppl=seed_ppl)
+        means |= {name: round(means[name]) for name in flops}
+        return NullResult(kind, ppl, **means, seed_ppl=[one.ppl for one in totals] if self.seeds > 1 else None)
 
 
 def by_chance(

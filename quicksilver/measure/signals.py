@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from quicksilver.measure.measurement import Measurement, Result, Setting
 from quicksilver.runtime.errors import ConfigError
@@ -35,10 +35,8 @@ class LookedInto:
 
 
 @dataclass(frozen=True)
-class SignalsResult(Result):
+class SignalsResult(Result, section="texts"):
     """The texts; their signals are in signals.safetensors, by the number of the text."""
-
-    section: ClassVar[str | None] = "texts"
 
     texts: list[LookedInto]
 
@@ -51,7 +49,7 @@ class SignalsResult(Result):
 
 
 @dataclass
-class Signals(Measurement):
+class Signals(Measurement, of_dense="alone"):  # a look inside a run shows the dense model as well
     """Look inside texts. Under `continuation` a window is looked into up to the end of its prompt.
 
     Args:
@@ -63,9 +61,6 @@ class Signals(Measurement):
     sentences: list[str] = field(default_factory=list)
     windows: Count = 0
     attribution: bool = False
-
-    share = 0.05
-    of_dense = "alone"  # a look inside a run shows the dense model as well
 
     def check(self, setting: Setting) -> None:
         if not (self.sentences or self.windows):

@@ -68,11 +68,8 @@ def mean_and_error(values: Floats, clusters: NDArray[np.int64]) -> tuple[Floats,
 
 
 def wilson(hits: NDArray[np.bool_] | Floats, clusters: NDArray[np.int64]) -> Share:
-    """Share of hits (n,) with Wilson's interval at the number of independent observations that the clusters (n,) leave (design effect).
-
-    Raises:
-        ValueError: no observation.
-    """
+    """Share of hits (n,) with Wilson's interval at the number of independent observations that the clusters (n,) leave (design
+    effect). Raises ValueError: no observation."""
     n, count = len(hits), len(np.unique(clusters))
     if n == 0:
         raise ValueError("a share needs an observation")
@@ -101,15 +98,8 @@ def quantile_bins(values: Floats, bins: int) -> NDArray[np.int64]:
 
 
 def expected(values: Floats, member: NDArray[np.bool_], strata: NDArray[np.int64]) -> tuple[Floats, Floats]:
-    """Mean of the members' values, and its standard deviation, when the values are dealt anew within each stratum.
-
-    Args:
-        values: (n,) or (n, K).
-        member: (n,) whose mean it is; strata: (n,).
-
-    Returns:
-        Two arrays (K,), or numbers as () arrays.
-    """
+    """Mean of the members' values, (n,) or (n, K), and its standard deviation, when the values are dealt anew within each
+    stratum: two arrays (K,), or numbers as () arrays. `member` and `strata` are (n,)."""
     number = _number(strata)
     size, inside = np.bincount(number), np.bincount(number, weights=member)
     columns = np.asarray(values, dtype=float).reshape(len(values), -1)

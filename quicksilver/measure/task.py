@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quicksilver.measure.measurement import Measurement, Result
 from quicksilver.models.loading import classification_head
@@ -33,8 +33,7 @@ class TaskResult(Result):
     Attributes:
         metric: the task's own; `score` is its value, `scores` those of all metrics.
         majority: score of the most frequent right answer, whatever the prompt (0 for correlations).
-        examples: how many. truncated: those cut on the left to fit into the context.
-        tokens: of all prompts.
+        examples: how many, with so many `tokens` in their prompts. truncated: those cut on the left to fit into the context.
         executed_flops, nominal_flops, paper_flops: of all examples. signal_flops: of them, what decides.
         deciding_depth: layers that the last token of a prompt went through, mean.
         evaluated: numbers of the metric of `evaluate` that was asked for.
@@ -57,14 +56,13 @@ class TaskResult(Result):
     def line(self) -> str:
         cut = f", {self.truncated} cut on the left to fit" if self.truncated else ""
         others = ", ".join(f"{name} {value:.4g}" for name, value in (self.evaluated or {}).items())
-        return (
+        found = (
             f"{self.metric} {100 * self.score:.1f} on {self.examples} examples{cut} (majority class {100 * self.majority:.1f})"
-            f"{f'; evaluate: {others}' if others else ''}"
         )
+        return f"{found}; evaluate: {others}" if others else found
 
 
-@dataclass(frozen=True)
-class Encoded:
+class Encoded(NamedTuple):
     """An example in tokens: its prompt, and each choice."""
 
     number: int
@@ -79,7 +77,7 @@ class Encoded:
 
 
 @dataclass
-class Task(Measurement):
+class Task(Measurement, share=0.6):
     """Answer every example of the dataset.
 
     Args:
@@ -90,8 +88,6 @@ class Task(Measurement):
     batch_size: Positive = 8
     evaluate: str | None = None
 
-    share = 0.6
-
     def identity(self) -> dict[str, Any]:
         # A metric beside the others moves none of them: what asks for none is what it was before there were any.
         return {name: value for name, value in super().identity().items() if name != "evaluate" or value is not None}
@@ -100,8 +96,7 @@ class Task(Measurement):
         import pandas as pd
         import torch
 
-        from quicksilver.data.scores import load_metric, scored
-        from quicksilver.data.tasks import REGRESSION
+        from quicksilver.data.tasks import REGRESSION, load_metric, scored
 
         if bench.examples is None:
             raise ConfigError("measure=task needs labelled examples and the dataset has none: take a task, such as dataset=sst2.")
@@ -111,7 +106,7 @@ class Task(Measurement):
         longest = getattr(bench.model.config, "max_position_embeddings", None) or bench.protocol.window_tokens
         encoded = encode(examples, bench.tokenizer, min(int(longest), bench.protocol.window_tokens))
         rows: list[dict[str, Any]] = []
-        with torch.no_grad(), bench.apply() as run:
+        with bench.apply() as run:
             for batch in batches(encoded, self.batch_size):
                 rows += _answered(bench.model, run, batch, classes)
                 bench.progress(len(rows) / len(encoded))
@@ -128,8 +123,7 @@ class Task(Measurement):
         name, score = next(iter(scores.items()))
         most = frame["gold"].mode().iloc[0]
         majority = scored(task.metrics, frame["gold"], [most] * len(frame), groups)[name]
-        summed = ("truncated", "tokens", *(name for name in frame if name.endswith("_flops")))
-        sums = {column: int(frame[column].sum()) for column in summed}
+        sums = {name: int(frame[name].sum()) for name in frame if name in ("truncated", "tokens") or name.endswith("_flops")}
         return TaskResult(
             name, score, scores, majority, len(frame), deciding_depth=float(frame["deciding_depth"].mean()), **sums,
             evaluated=None if evaluated is None else evaluated(frame["gold"], frame["prediction"]),
@@ -137,11 +131,8 @@ class Task(Measurement):
 
 
 def encode(examples: Sequence[Example], tokenizer: Any, context_tokens: int) -> list[Encoded]:
-    """Examples in tokens; a prompt that leaves no room for its choices is cut on the left.
-
-    Raises:
-        ConfigError: a choice without a token, two choices of the same tokens, a choice as long as the context.
-    """
+    """Examples in tokens; a prompt that leaves no room for its choices is cut on the left. Raises ConfigError: a choice without a
+    token, two choices of the same tokens, a choice as long as the context."""
 
     @functools.cache
     def ids(text: str) -> tuple[int, ...]:
@@ -150,7 +141,7 @@ def encode(examples: Sequence[Example], tokenizer: Any, context_tokens: int) -> 
     found = []
     prompts = tokenizer([one.prompt for one in examples], add_special_tokens=False, verbose=False)["input_ids"]
     for number, (one, prompt) in enumerate(zip(examples, prompts, strict=True)):
-        choices = tuple(ids(text) for text in one.choices)
+        choices = tuple(map(ids, one.choices))
         if not all(choices) or len(set(choices)) < len(choices):
             raise ConfigError(f"row {one.row}: for this tokenizer the choices {', '.join(map(repr, one.choices))} do not differ.")
         longest = max(map(len, choices))
@@ -175,29 +166,26 @@ def batches(encoded: Sequence[Encoded], size: int) -> Iterator[list[Encoded]]:
 
 
 def label_classes(model: Any, task: TaskConfig) -> list[int] | None:
-    """Class of a classifier's head for each of the task's labels, in their order; None: a model that answers by words.
-
-    Raises:
-        ConfigError: a head of another number of labels, labels that it does not have, a task that chooses among texts.
-    """
+    """Class of a classifier's head for each of the task's labels, in their order; None: a model that answers by words. Raises
+    ConfigError: a head of another number of labels, labels that it does not have, a task that chooses among texts."""
     head = classification_head(model)
     if head is None:
         return None
     names = {number: str(name).lower() for number, name in (getattr(model.config, "id2label", None) or {}).items()}
+    there = ", ".join(names.values())
     if len(task.labels) != head.out_features:
         raise ConfigError(
-            f"the model's head has {head.out_features} labels ({', '.join(names.values())}), and dataset.task.labels has {len(task.labels)}: take "
-            "the task that it was trained for, or a model with a head of words."
+            f"the model's head has {head.out_features} labels ({there}), and dataset.task.labels has {len(task.labels)}: take the task "
+            "that it was trained for, or a model with a head of words."
         )
     wanted = [{one.lower() for one in spellings} for spellings in task.labels.values()]
     for spelled in (names, {number: str(number) for number in range(head.out_features)}):
         fits = [[number for number, text in spelled.items() if text in one] for one in wanted]
         if all(len(numbers) == 1 for numbers in fits) and len({numbers[0] for numbers in fits}) == len(fits):
             return [numbers[0] for numbers in fits]
-    raise ConfigError(
-        f"dataset.task.labels ({', '.join('/'.join(spellings) for spellings in task.labels.values())}) are not the model's labels "
-        f"({', '.join(names.values())}): spell them there as the model does, or by their numbers."
-    )
+    asked = ", ".join(map("/".join, task.labels.values()))
+    remedy = "spell them there as the model does, or by their numbers."
+    raise ConfigError(f"dataset.task.labels ({asked}) are not the model's labels ({there}): {remedy}")
 
 
 def _answered(model: Any, run: Run, batch: Sequence[Encoded], classes: Sequence[int] | None) -> list[dict[str, Any]]:
@@ -216,10 +204,8 @@ def _answered(model: Any, run: Run, batch: Sequence[Encoded], classes: Sequence[
         logits = classification_head(model)(output.last_hidden_state[:, -1])[:, classes]  # (B, labels)  # type: ignore[misc]
     after = logits.float().log_softmax(-1)
     if not bool(after.isfinite().all()):
-        raise QuickSilverError(
-            f"example {batch[0].number}: the logits after its prompt are NaN or infinite (dtype={model.dtype}). Check the weights, or use "
-            "model.dtype=float32."
-        )
+        damaged = f"example {batch[0].number}: the logits after its prompt are NaN or infinite (dtype={model.dtype})."
+        raise QuickSilverError(f"{damaged} Check the weights, or use model.dtype=float32.")
     (prompt_pass,) = run.trace.passes
     depths = sum(prompt_pass.active(layer)[:, -1].long() for layer in range(run.arch.n_layers))
     rows = []
@@ -228,7 +214,7 @@ def _answered(model: Any, run: Run, batch: Sequence[Encoded], classes: Sequence[
         if classes is None and not one.is_one_word:
             rest = [_rest(model, output.past_key_values, choice) for choice in one.choices]
             likelihoods = [first + more for first, more in zip(likelihoods, rest, strict=True)]
-        best, depth = float(max(range(len(likelihoods)), key=likelihoods.__getitem__)), int(depths[place])  # type: ignore[index]
+        best, depth = float(likelihoods.index(max(likelihoods))), int(depths[place])  # type: ignore[index]
         row = {"example": one.number, "prediction": best, "log_likelihoods": likelihoods, "tokens": len(one.prompt)}
         rows.append(row | {"truncated": one.truncated, "deciding_depth": depth})
     # Of every row the same: prompts are equally long.

@@ -16,21 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from quicksilver.measure import strata as stats
 from quicksilver.measure.measurement import Measurement, Result, Setting
-from quicksilver.measure.strata import (
-    AgainstNull,
-    Share,
-    Z,
-    against_null,
-    crossed,
-    deviance_explained,
-    expected,
-    indicators,
-    mean_and_error,
-    quantile_bins,
-    r_squared,
-    wilson,
-)  # fmt: skip
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.options import Count, InnerShare
 
@@ -58,8 +45,7 @@ class Counted:
 
     Attributes:
         tokens, words, sentences: with at least a part in the windows (under `continuation`, in their prompts).
-        cut_sentences: of them, only a part is there.
-        long_sentences: longer than a window; they were skipped.
+        cut_sentences: of them, only a part is there; long_sentences: longer than a window, and skipped.
         tokens_of_two_words: share of the tokens that touch two words or more; split_words: share of the words that are several tokens.
     """
 
@@ -78,14 +64,12 @@ def decided_tokens(bench: Bench) -> int:
 
 
 def token_frame(bench: Bench, windows: int | None = None) -> tuple[pd.DataFrame, Counted]:
-    """One row a token that belongs to a word, in order of windows and slots; of the first `windows`, or of all.
+    """One row a token that belongs to a word, in order of windows and slots; of the first `windows`, or of all. Raises
+    ConfigError: windows without annotation.
 
     Columns: `window`, `slot`, `token_id`, `word` and `sentence` (numbers in the text), `piece` and `pieces` (number of the token in its
     word, and how many that has), `occurrences` (of the token in the whole text), `tag`, `class`, `paper_class`; of the smallest constituent that
     holds its word and the next one, `joint_label` and `joint_words` (0: there is none).
-
-    Raises:
-        ConfigError: windows without annotation.
     """
     from quicksilver.data.annotation import classes
 
@@ -95,32 +79,25 @@ def token_frame(bench: Bench, windows: int | None = None) -> tuple[pd.DataFrame,
     note, ids = annotated.annotation, bench.windows.ids[:windows].numpy()
     shown = (slice(windows), slice(decided_tokens(bench)))
     word, length = annotated.word[shown], annotated.sentence_tokens[shown]
-    sentence = np.where(word >= 0, note.sentence[word], -1)
     belongs, long = word >= 0, length > bench.protocol.window_tokens
     kept = belongs & ~long
     window, slot = np.nonzero(kept)
     mine = word[kept]
-    frame = pd.DataFrame(
-        {
-            "window": window, "slot": slot, "token_id": ids[window, slot], "word": mine, "sentence": sentence[kept],
-            "piece": annotated.piece[shown][kept], "pieces": annotated.pieces[shown][kept],
-            "occurrences": annotated.occurrences[shown][kept], "tag": note.tag[mine], "class": classes(note)[mine],
-            "paper_class": classes(note, "paper")[mine], "joint_label": note.joint_label[mine], "joint_words": note.joint_words[mine],
-        }
-    )  # fmt: skip
-    there = frame.groupby("sentence").size()
-    whole = pd.Series(length[kept], index=sentence[kept]).groupby(level=0).first()
-    first = frame[frame["piece"] == 0]
-    counted = Counted(
-        len(frame), frame["word"].nunique(), len(there), int((there < whole).sum()), len(np.unique(sentence[belongs & long])),
-        float((annotated.touched[shown][kept] > 1).mean()), float((first["pieces"] > 1).mean()),
-    )  # fmt: skip
-    return frame, counted
+    frame = pd.DataFrame({
+        "window": window, "slot": slot, "token_id": ids[window, slot], "word": mine, "sentence": note.sentence[mine],
+        "piece": annotated.piece[shown][kept], "pieces": annotated.pieces[shown][kept],
+        "occurrences": annotated.occurrences[shown][kept], "tag": note.tag[mine], "class": classes(note)[mine],
+        "paper_class": classes(note, "paper")[mine], "joint_label": note.joint_label[mine], "joint_words": note.joint_words[mine],
+    })  # fmt: skip
+    sentences = frame.assign(length=length[kept]).groupby("sentence")["length"].agg(["size", "first"])
+    cut, skipped = int((sentences["size"] < sentences["first"]).sum()), len(np.unique(note.sentence[word[belongs & long]]))
+    of_two, split = (annotated.touched[shown][kept] > 1).mean(), (frame.loc[frame["piece"] == 0, "pieces"] > 1).mean()
+    return frame, Counted(len(frame), frame["word"].nunique(), len(sentences), cut, skipped, float(of_two), float(split))
 
 
 def strata(tokens: pd.DataFrame) -> dict[str, np.ndarray]:
     """By name of a null, the stratum of every row of `token_frame`, (n,) int: values are dealt anew within it."""
-    frequency = quantile_bins(np.log(tokens["occurrences"].to_numpy()), FREQUENCY_BINS)
+    frequency = stats.quantile_bins(np.log(tokens["occurrences"].to_numpy()), FREQUENCY_BINS)
     position = np.searchsorted(_POSITION_EDGES, tokens["slot"].to_numpy(), side="right")
     piece, pieces = tokens["piece"].to_numpy(), tokens["pieces"].to_numpy()
     return {
@@ -128,7 +105,7 @@ def strata(tokens: pd.DataFrame) -> dict[str, np.ndarray]:
         "frequency": frequency,
         "position": position,
         "word start": np.where(pieces == 1, 0, np.where(piece == 0, 1, 2)),  # a whole word, the first of several, a later one
-        "frequency × position": crossed(frequency, position),
+        "frequency × position": stats.crossed(frequency, position),
         "token": tokens["token_id"].to_numpy().astype(np.int64),
     }
 
@@ -136,13 +113,12 @@ def strata(tokens: pd.DataFrame) -> dict[str, np.ndarray]:
 def covariates(tokens: pd.DataFrame) -> dict[str, np.ndarray]:
     """What a model may explain a token by, in the order in which it is added: columns (n,) or (n, k) by name."""
     groups = strata(tokens)
-    log_slot = np.log1p(tokens["slot"].to_numpy())
-    log_count = np.log(tokens["occurrences"].to_numpy())
+    log_slot, log_count = np.log1p(tokens["slot"].to_numpy()), np.log(tokens["occurrences"].to_numpy())
     return {
-        "position": np.column_stack([log_slot, log_slot**2, indicators(groups["position"])]),
+        "position": np.column_stack([log_slot, log_slot**2, stats.indicators(groups["position"])]),
         "log frequency": np.column_stack([log_count, log_count**2, log_count**3]),
-        "word start": indicators(groups["word start"]),
-        "class": indicators(tokens["class"].to_numpy()),
+        "word start": stats.indicators(groups["word start"]),
+        "class": stats.indicators(tokens["class"].to_numpy()),
     }
 
 
@@ -162,11 +138,8 @@ def halt_layers(trace: Trace, width: int) -> np.ndarray:
 
 
 @dataclass
-class OfWords(Measurement):
+class OfWords(Measurement, of_dense="never"):
     """Base of the measurements that need annotation."""
-
-    share = 0.05
-    of_dense = "never"
 
     def check(self, setting: Setting) -> None:
         if not setting.annotated:
@@ -193,9 +166,7 @@ class ClassHalting:
     """Halting of one class; shares, 0 to 1, "halted" by the layer at `depth` unless it says by layer.
 
     Attributes:
-        name: a class of data/word_classes.yaml, `function` or `all`: see `class_members`.
-        reading: `ours` or `paper`: whose table of classes.
-        tokens, words, sentences: of the class.
+        name: a class of data/word_classes.yaml, `function` or `all`: see `class_members`; reading: whose table, `ours` or `paper`.
         halted: of its tokens, with Wilson's interval clustered by sentence.
         halted_words: of its words, where a word counts by its `first`, its `last`, or `any` token.
         by_layer: halted after this layer or before, of its tokens.
@@ -207,10 +178,10 @@ class ClassHalting:
     tokens: int
     words: int
     sentences: int
-    halted: Share
+    halted: stats.Share
     halted_words: dict[str, float]
     by_layer: list[float]
-    nulls: dict[str, AgainstNull] = field(default_factory=dict)
+    nulls: dict[str, stats.AgainstNull] = field(default_factory=dict)
     over_depth: dict[str, NullOverDepth] = field(default_factory=dict)
 
 
@@ -228,7 +199,6 @@ class WordClassesResult(Result):
 
     Attributes:
         depth, layer: the fraction of the depth, and the layer (from 1) that it is after.
-        counted: what was looked at.
         classes: ours, then the paper's reading.
         model: nested models; empty where all or none have halted at `depth`.
     """
@@ -248,11 +218,7 @@ class WordClassesResult(Result):
         return any((one.name, one.reading) == (name, reading) for one in self.classes)
 
     def of(self, name: str, reading: str = "ours") -> ClassHalting:
-        """The class of that name.
-
-        Raises:
-            ConfigError: no word of the text is of that class.
-        """
+        """The class of that name; raises ConfigError where no word of the text is of it."""
         for one in self.classes:
             if (one.name, one.reading) == (name, reading):
                 return one
@@ -260,7 +226,7 @@ class WordClassesResult(Result):
 
 
 @dataclass
-class WordClasses(OfWords):
+class WordClasses(OfWords, share=0.02, recorded_as="quicksilver.measure.word_classes.WordClasses"):
     """Read the trace of the scoring pass, word class by word class. Writes words.parquet, a row a token, with `halt_layer` (from 1; the
     number of layers: never).
 
@@ -269,9 +235,6 @@ class WordClasses(OfWords):
     """
 
     depth: InnerShare = 0.5
-
-    share = 0.02
-    recorded_as = "quicksilver.measure.word_classes.WordClasses"
 
     def run(self, bench: Bench) -> WordClassesResult:
         from quicksilver.modules.checks import layer_after
@@ -289,38 +252,34 @@ def classes_of(tokens: pd.DataFrame, counted: Counted, n_layers: int, layer: int
     """From `token_frame` with `halt_layer` to the result; `layer` from 0."""
     halted = tokens["halt_layer"].to_numpy()[:, None] <= np.arange(1, n_layers)  # (n, L-1): the last layer halts nobody
     halted = np.concatenate([halted, halted[:, -1:]], axis=1)
-    nulls, found = strata(tokens), []
-    for reading, column in (("ours", "class"), ("paper", "paper_class")):
-        for name, member in class_members(tokens[column].to_numpy()).items():
-            beside = nulls if reading == "ours" and name != "all" else {}
-            found.append(_one_class(name, reading, member, tokens, halted, layer, beside))
+    at_depth, clusters, groups, found = halted[:, layer], tokens["sentence"].to_numpy(), strata(tokens), []
+    readings = {"ours": class_members(tokens["class"].to_numpy()), "paper": class_members(tokens["paper_class"].to_numpy())}
+    for reading, name, member in ((reading, *one) for reading, members in readings.items() for one in members.items()):
+        own, nulls = tokens[member].assign(halted=at_depth[member]), groups if reading == "ours" and name != "all" else {}
+        over_depth = {}
+        for null in ("random", "frequency × position") if nulls else ():
+            mean, spread = stats.expected(halted, member, nulls[null])
+            over_depth[null] = NullOverDepth(
+                mean.tolist(), (mean - stats.Z * spread).tolist(), (mean + stats.Z * spread).tolist()
+            )
+        by_word = {
+            "first": own.loc[own["piece"] == 0, "halted"],
+            "last": own.loc[own["piece"] == own["pieces"] - 1, "halted"],
+            "any": own.groupby("word")["halted"].max(),
+        }
+        by_rule = {rule: float(values.mean()) for rule, values in by_word.items() if len(values)}
+        share = stats.wilson(at_depth[member], clusters[member])
+        beside = {null: stats.against_null(at_depth, member, stratum, clusters) for null, stratum in nulls.items()}
+        counts = (len(own), own["word"].nunique(), own["sentence"].nunique())
+        by_layer = halted[member].mean(0).tolist()
+        found.append(ClassHalting(name, reading, *counts, share, by_rule, by_layer, beside, over_depth))
     model = []
-    if 0 < halted[:, layer].mean() < 1:
+    if 0 < at_depth.mean() < 1:
         columns = covariates(tokens)
         names = list(columns)
         for terms in (*(names[: i + 1] for i in range(len(names))), ["class"]):
-            model.append(Explained(terms, deviance_explained(halted[:, layer], [columns[name] for name in terms])))
+            model.append(Explained(terms, stats.deviance_explained(at_depth, [columns[name] for name in terms])))
     return WordClassesResult(depth, layer + 1, counted, found, model)
-
-
-def _one_class(
-    name: str, reading: str, member: np.ndarray, tokens: pd.DataFrame, halted: np.ndarray, layer: int, nulls: dict[str, np.ndarray]
-) -> ClassHalting:  # fmt: skip
-    own, at_depth, clusters = tokens[member].assign(halted=halted[member, layer]), halted[:, layer], tokens["sentence"].to_numpy()
-    over_depth: dict[str, NullOverDepth] = {}
-    for null in [name for name in ("random", "frequency × position") if name in nulls]:
-        mean, spread = expected(halted, member, nulls[null])
-        over_depth[null] = NullOverDepth(mean.tolist(), (mean - Z * spread).tolist(), (mean + Z * spread).tolist())
-    by_word = {
-        "first": own.loc[own["piece"] == 0, "halted"],
-        "last": own.loc[own["piece"] == own["pieces"] - 1, "halted"],
-        "any": own.groupby("word")["halted"].max(),
-    }
-    return ClassHalting(
-        name, reading, len(own), own["word"].nunique(), own["sentence"].nunique(), wilson(at_depth[member], clusters[member]),
-        {rule: float(values.mean()) for rule, values in by_word.items() if len(values)}, halted[member].mean(0).tolist(),
-        {null: against_null(at_depth, member, groups, clusters) for null, groups in nulls.items()}, over_depth,
-    )  # fmt: skip
 
 
 # --- what the dense model's signals follow ----------------------------------------------------------------------------------------
@@ -358,7 +317,6 @@ class WordSignalsResult(Result):
     """Signals of the dense model after each layer but the last, which nothing is decided after; classes are ours.
 
     Attributes:
-        counted: what was looked at.
         entropy_nats: of the logit lens, by class (and `function`, `all`).
         attention: None where nothing had halted.
         drift_explained: share of the variance of log relative drift, by the terms of a linear model, added one after the other; `class`
@@ -377,7 +335,7 @@ class WordSignalsResult(Result):
 
 
 @dataclass
-class WordSignals(OfWords):
+class WordSignals(OfWords, share=0.1, recorded_as="quicksilver.measure.word_signals.WordSignals"):
     """Watch the dense model over a few windows. Writes word_signals.safetensors: `drift_relative`, `entropy_nats` and `attention_received`,
     (L-1, W, P) float16 each, rows and columns as `window` and `slot` of words.parquet.
 
@@ -388,9 +346,6 @@ class WordSignals(OfWords):
 
     windows: Count = 32
     depth: InnerShare = 0.5
-
-    share = 0.1
-    recorded_as = "quicksilver.measure.word_signals.WordSignals"
 
     def run(self, bench: Bench) -> WordSignalsResult:
         from safetensors.torch import save_file
@@ -405,18 +360,15 @@ class WordSignals(OfWords):
         halves = {name: value.half().contiguous() for name, value in seen.items()}
         bench.files[SIGNALS_OF_WORDS] = lambda path: save_file(halves, str(path))
         at = (slice(None), tokens["window"].to_numpy(), tokens["slot"].to_numpy())
-        entropy, drift, received = (
-            seen[name].numpy()[at].astype(float) for name in ("entropy_nats", "drift_relative", "attention_received")
-        )
-        sentence = tokens["sentence"].to_numpy()
-        entropies = {}
+        drift, entropy, received = (array.numpy()[at].astype(float) for array in seen.values())
+        sentence, entropies = tokens["sentence"].to_numpy(), {}
         for name, member in class_members(tokens["class"].to_numpy()).items():
-            mean, error = mean_and_error(entropy[:, member], sentence[member])
+            mean, error = stats.mean_and_error(entropy[:, member], sentence[member])
             entropies[name] = Means(int(member.sum()), mean.tolist(), error.tolist())
         columns = covariates(tokens)
         nested = {name: list(columns.values())[: i + 1] for i, name in enumerate(columns)} | {"class alone": [columns["class"]]}
         log_drift = np.log(np.maximum(drift, 1e-12))
-        explained = {name: [r_squared(one, chosen) for one in log_drift] for name, chosen in nested.items()}
+        explained = {name: [stats.r_squared(one, chosen) for one in log_drift] for name, chosen in nested.items()}
         assert bench.trace is not None  # quality is measured first
         layer = layer_after(self.depth, bench.trace.n_layers)
         halted = halt_layers(bench.trace, width)[at[1], at[2]] <= layer
@@ -424,10 +376,8 @@ class WordSignals(OfWords):
         if 0 < halted.sum() < len(halted):
             at_slot = seen["attention_received"].numpy().mean(1)[:, tokens["slot"]]
             mass = received[:, halted].sum(1)
-            attention = AttentionOfHalted(
-                layer + 1, int(halted.sum()), float(halted.mean()), (mass / received.sum(1)).tolist(),
-                (mass / at_slot[:, halted].sum(1)).tolist(),
-            )  # fmt: skip
+            shares = ((mass / whole).tolist() for whole in (received.sum(1), at_slot[:, halted].sum(1)))
+            attention = AttentionOfHalted(layer + 1, int(halted.sum()), float(halted.mean()), *shares)
         return WordSignalsResult(counted, entropies, attention, explained)
 
 
@@ -467,8 +417,8 @@ class Fused:
     across_sentences: int
     no_word: int
     eligible: int
-    precision: dict[str, Share]
-    nulls: dict[str, dict[str, AgainstNull]]
+    precision: dict[str, stats.Share]
+    nulls: dict[str, dict[str, stats.AgainstNull]]
 
 
 @dataclass(frozen=True)
@@ -476,9 +426,7 @@ class ConstituentsResult(Result):
     """Precision@Fusion.
 
     Attributes:
-        counted: what was looked at.
-        share: of all neighbours that are "closest".
-        closest: by layer of the dense model, the closest neighbours (state distance, L2).
+        closest: by layer of the dense model, the closest neighbours (state distance, L2): `share` of all.
         fused: by layer in which the run fused, the neighbours where two super-tokens were joined.
         grouped: the same layers, all pairs of tokens that were joined, up to eight tokens apart.
     """
@@ -498,7 +446,7 @@ class ConstituentsResult(Result):
 
 
 @dataclass
-class Constituents(OfWords):
+class Constituents(OfWords, recorded_as="quicksilver.measure.constituents.Constituents"):
     """Read the fusions of the trace, and the distances of neighbours in every layer of the dense model. Writes pairs.parquet: a row a pair
     of neighbours, with its constituent, the layer after which the run fused it (0: never), and its rank by distance after each layer of
     the dense model (1: the closest of all).
@@ -508,8 +456,6 @@ class Constituents(OfWords):
     """
 
     closest_share: InnerShare = 0.15
-
-    recorded_as = "quicksilver.measure.constituents.Constituents"
 
     def run(self, bench: Bench) -> ConstituentsResult:
         from scipy.stats import rankdata
@@ -524,10 +470,8 @@ class Constituents(OfWords):
         pairs, every = (neighbours(annotated, windows, width, bench.protocol.window_tokens, far) for far in (1, _FARTHEST))
         distances = observed(bench, windows, width, _distance)["distance"].numpy()  # (L', W, P-1)
         by_layer = distances[:, pairs["window"], pairs["slot"]]
-        closest = []
-        for layer, row in enumerate(by_layer):
-            chosen = row <= sorted(row)[max(0, int(self.closest_share * len(row)) - 1)]
-            closest.append(precision_of(pairs, chosen, layer + 1))
+        last = max(0, int(self.closest_share * len(pairs)) - 1)
+        closest = [precision_of(pairs, row <= sorted(row)[last], layer) for layer, row in enumerate(by_layer, 1)]
         fused, grouped, fused_after = [], [], np.zeros(len(pairs), dtype=np.int64)
         for layer, before, after in _groups(bench.trace):
             chosen = _joined(pairs, before, after)
@@ -626,9 +570,9 @@ def precision_of(pairs: pd.DataFrame, chosen: np.ndarray, layer: int) -> Fused:
     precision, nulls = {}, {}
     if member.any():
         tags, apart = (rest[name].astype("category").cat.codes.to_numpy().astype(int) for name in ("tags", "words_apart"))
-        groups = {"random": apart * 0, "words apart": apart, "same tags": crossed(apart, tags)}
+        groups = {"random": apart * 0, "words apart": apart, "same tags": stats.crossed(apart, tags)}
         for name, values in inside(rest).items():
-            precision[name] = wilson(values[member], sentence[member])
-            nulls[name] = {null: against_null(values, member, group, sentence) for null, group in groups.items()}
+            precision[name] = stats.wilson(values[member], sentence[member])
+            nulls[name] = {null: stats.against_null(values, member, group, sentence) for null, group in groups.items()}
     within, across, nowhere = (int(kind.get(name, 0)) for name in ("within word", "across sentences", "no word"))
     return Fused(layer, int(chosen.sum()), within, across, nowhere, int(member.sum()), precision, nulls)

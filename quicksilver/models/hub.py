@@ -30,15 +30,9 @@ def nothing_fetched() -> Iterator[None]:
 
 @contextmanager
 def fetching(what: str, repo: str, kind: Literal["model", "dataset"], offline: Sequence[str]) -> Iterator[None]:
-    """Ask whether the hub knows `repo`; the block may fetch it then.
-
-    Args:
-        what: how the config names it, for the message.
-        offline: the choices of a person without a network.
-
-    Raises:
-        ConfigError: no answer within seconds, HF_HUB_OFFLINE, an unknown or gated repository, or anything that happens in the block.
-    """
+    """Ask whether the hub knows `repo`; the block may fetch it then. `what` is how the config names it, `offline` the choices of
+    a person without a network. Raises ConfigError: no answer within seconds, HF_HUB_OFFLINE, an unknown or gated repository, or
+    anything that happens in the block."""
     if not _may_fetch.get():
         raise ConfigError(f"{what}: {repo} is not on this machine, and this command fetches nothing.")
     from huggingface_hub import HfApi, constants

@@ -9,8 +9,9 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +22,21 @@ from quicksilver.models.spec import ModelConfig
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.reading import read_json
 
-_KIND = "ForSequenceClassification"
 _HEAD = "classification_head"
 
 
 def is_classifier(folder: Path) -> bool:
     """Whether config.json says so."""
     named = read_json(folder / "config.json").get("architectures") or []
-    return any(str(name).endswith(_KIND) for name in named)
+    return any(str(name).endswith("ForSequenceClassification") for name in named)
 
 
 def as_causal(name: str, classifier: Any) -> Any:
-    """The causal language model around the classifier's decoder, with its head of labels beside the head of words.
+    """The causal language model around the classifier's decoder, with its head of labels beside the head of words. Raises
+    ConfigError: no decoder with a `score` head, or a head of words that was not tied to the embedding and is gone.
 
     The head of words is the embedding, as in the model that the classifier was made of; nobody trained it with this decoder, so that a
     perplexity under it is only as good as fine-tuning left it.
-
-    Raises:
-        ConfigError: no decoder with a `score` head, or a head of words that was not tied to the embedding and is gone.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -51,10 +49,9 @@ def as_causal(name: str, classifier: Any) -> Any:
             f"model={name} classifies sequences, and its head of words (not tied to the embedding) was left out of the checkpoint; every "
             "record has a perplexity. Take a checkpoint with tie_word_embeddings, or a causal model that answers by label words."
         )
+    like = {"attn_implementation": config._attn_implementation, "dtype": classifier.dtype}
     with torch.device("meta"):  # nothing of it is used but its forward
-        causal: Any = AutoModelForCausalLM.from_config(
-            config, attn_implementation=config._attn_implementation, dtype=classifier.dtype
-        )
+        causal: Any = AutoModelForCausalLM.from_config(config, **like)
     setattr(causal, causal.base_model_prefix, classifier.base_model)
     causal.get_output_embeddings().weight = causal.get_input_embeddings().weight
     causal.add_module(_HEAD, classifier.score)
@@ -106,20 +103,14 @@ class Loaded:
 
 
 def locate(config: ModelConfig, root: Path | None = None) -> ModelFiles:
-    """The folder with a model's files, fetched from the hub where that is needed.
-
-    Args:
-        root: data.root.
-
-    Raises:
-        ConfigError: nothing there, an incomplete folder, a hub that cannot be reached. The message names the offline choices.
-    """
+    """The folder with a model's files, below `root` (data.root) for `data:`, fetched from the hub where that is needed. Raises
+    ConfigError: nothing there, an incomplete folder, a hub that cannot be reached. The message names the offline choices."""
     kind, _, name = config.path.partition(":")
     what = f"model={config.name}"
     if kind == "embedded":
         folder = EMBEDDED / name
         if not folder.is_dir():
-            there = sorted(p.name for p in EMBEDDED.glob("*/")) if EMBEDDED.is_dir() else []
+            there = sorted(p.name for p in EMBEDDED.glob("*/"))
             raise ConfigError(
                 f"{what}: the package has no embedded model {name} (it has {', '.join(there) or 'none'}). "
                 f"In a clone `make train-reference MODEL={name}` trains it, if scripts/train_reference.py has a recipe of that name. Or take "
@@ -130,9 +121,8 @@ def locate(config: ModelConfig, root: Path | None = None) -> ModelFiles:
         return _whole(config, folder, f"embedded:{name}")
     if kind == "data":
         if root is None:
-            raise ConfigError(
-                f"{what} lies in data.root, which is not set: give data.root=/folder (or QUICKSILVER_DATA), or model.path=/folder."
-            )
+            remedy = "give data.root=/folder (or QUICKSILVER_DATA), or model.path=/folder."
+            raise ConfigError(f"{what} lies in data.root, which is not set: {remedy}")
         return _whole(config, root / name, f"folder:{root / name}")
     if not config.path.strip():
         raise ConfigError(f"{what}: model.path is empty. {_PLACES}")
@@ -151,11 +141,10 @@ def is_hub_id(path: str) -> bool:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    try:
+    with suppress(HFValidationError):
         validate_repo_id(path)
-    except HFValidationError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _from_hub(config: ModelConfig) -> ModelFiles:
@@ -163,28 +152,19 @@ def _from_hub(config: ModelConfig) -> ModelFiles:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     if not is_hub_id(config.path):
-        raise ConfigError(
-            f"model={config.name}: model.path={config.path!r} is no folder that is there, and a hub id is written owner/name. {_PLACES}"
-        )
-
-    def snapshot(local_only: bool) -> Path:
-        return Path(
-            snapshot_download(config.path, revision=config.revision, allow_patterns=list(_FILES), local_files_only=local_only)
-        )
-
-    try:
-        cached = snapshot(local_only=True)
-    except LocalEntryNotFoundError:
-        cached = None
+        nowhere = f"model.path={config.path!r} is no folder that is there, and a hub id is written owner/name"
+        raise ConfigError(f"model={config.name}: {nowhere}. {_PLACES}")
+    snapshot = partial(snapshot_download, config.path, revision=config.revision, allow_patterns=list(_FILES))
+    cached = None
+    with suppress(LocalEntryNotFoundError):
+        cached = Path(snapshot(local_files_only=True))
     if cached is None or _what_is_missing(cached):
         offline = (
-            "model.path=/folder of a Hugging Face model",
-            f"a folder {config.name} below data.root",
-            "HF_HOME=/cache that holds it",
-            "model=far-gpt2 (embedded)",
-        )
+            "model.path=/folder of a Hugging Face model", f"a folder {config.name} below data.root",
+            "HF_HOME=/cache that holds it", "model=far-gpt2 (embedded)",
+        )  # fmt: skip
         with fetching(f"model={config.name}", config.path, "model", offline):
-            cached = snapshot(local_only=False)
+            cached = Path(snapshot())
     return _whole(config, cached, f"hub:{config.path}", cached.name)
 
 
@@ -192,15 +172,13 @@ def _weights_left_out(folder: Path) -> dict[str, str]:
     """sha256 by name of weights that the package has records of and leaves out to stay small; empty: none, or they are there."""
     path = folder / LEFT_OUT
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    named = {name: digest for digest, name in (line.split() for line in lines)}
-    return {name: digest for name, digest in named.items() if not (folder / name).is_file()}
+    return {name: digest for digest, name in map(str.split, lines) if not (folder / name).is_file()}
 
 
 def _whole(config: ModelConfig, folder: Path, source: str, commit: str | None = None) -> ModelFiles:
     if missing := _what_is_missing(folder):
-        raise ConfigError(
-            f"model={config.name}: {folder} has {missing}. It must be a Hugging Face model folder with safetensors weights and its tokenizer."
-        )
+        must = "It must be a Hugging Face model folder with safetensors weights and its tokenizer."
+        raise ConfigError(f"model={config.name}: {folder} has {missing}. {must}")
     return ModelFiles(folder, source, commit)
 
 
@@ -222,61 +200,50 @@ def _what_is_missing(folder: Path) -> str | None:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         if (folder / name).is_file():
             try:
-                _check_numbers(_json_object(folder / name))
+                _json_object(folder / name)
             except (OSError, ValueError) as error:
                 return f"an unreadable {name} ({error})"
     return None
 
 
-def _check_numbers(content: Mapping[str, Any]) -> None:
-    """Raises ValueError for a number of a config that no model can have, which torch would find in the middle of a pass."""
+def _json_object(path: Path) -> dict[str, Any]:
+    """The content of a json file; raises OSError or ValueError where it cannot be read or is no object, or for a number that no model
+    can have, which torch would find in the middle of a pass."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise ValueError(f"a json {type(content).__name__} where an object is needed")
     for name, value in content.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} is {value}")
         if "drop" in name and isinstance(value, int | float) and not 0 <= value <= 1:
             raise ValueError(f"{name} is {value}, and no share from 0 to 1")
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    """The content of a json file.
-
-    Raises:
-        OSError, ValueError: it cannot be read, is no json, or no object.
-    """
-    content = read_json(path)
-    if not isinstance(content, dict):
-        raise ValueError(f"a json {type(content).__name__} where an object is needed")
     return content
 
 
 def weights_digest(folder: Path, remembered: MutableMapping[str, str] | None = None) -> str:
     """sha256 over the names and contents of everything that decides what the model answers: weights, architecture, tokenizer.
+    Raises ConfigError: a file of the hub's cache is not what the hub publishes.
 
-    Args:
-        remembered: digests of files by path, size, inode and both times of change; read and added to, so that gigabytes are read once.
-            The time of last status change and the inode tell a replaced file whose size and modification time were kept (cp -p, rsync -t).
-
-    Raises:
-        ConfigError: a file of the hub's cache is not what the hub publishes.
+    `remembered` has digests of files by path, size, inode and both times of change; it is read and added to, so that gigabytes
+    are read once. The time of last status change and the inode tell a replaced file whose size and modification time were kept
+    (cp -p, rsync -t).
     """
     remembered = {} if remembered is None else remembered
     whole = hashlib.sha256()
     left_out = _weights_left_out(folder)
     names = {p.name for p in folder.glob("*.safetensors")} | {"config.json", _INDEX, *_TOKENIZER} | left_out.keys()
     for name in sorted(names):
-        path = folder / name
-        if name in left_out:
-            whole.update(f"{name} {left_out[name]}\n".encode())
-            continue
-        if not path.is_file():
-            continue
-        status = path.stat()
-        key = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
-        if key not in remembered:
-            with path.open("rb") as file:
-                remembered[key] = hashlib.file_digest(file, "sha256").hexdigest()
-        _check_published(path, remembered[key])
-        whole.update(f"{name} {remembered[key]}\n".encode())
+        path, digest = folder / name, left_out.get(name)
+        if path.is_file():
+            status = path.stat()
+            key = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
+            if key not in remembered:
+                with path.open("rb") as file:
+                    remembered[key] = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = remembered[key]
+            _check_published(path, digest)
+        if digest is not None:
+            whole.update(f"{name} {digest}\n".encode())
     return whole.hexdigest()
 
 
@@ -288,12 +255,11 @@ def _check_published(path: Path, digest: str) -> None:
     try:
         path.unlink()
         kept.unlink()
-        remedy = "It was removed: the same command fetches it again."
+        remedy = "It was removed"
     except OSError:
-        remedy = "Remove it: the same command fetches it again."
-    raise ConfigError(
-        f"{path}: the hub publishes sha256 {kept.name[:12]}…, and the file has {digest[:12]}…: it is damaged. {remedy}"
-    )
+        remedy = "Remove it"
+    damaged = f"the hub publishes sha256 {kept.name[:12]}…, and the file has {digest[:12]}…: it is damaged"
+    raise ConfigError(f"{path}: {damaged}. {remedy}: the same command fetches it again.")
 
 
 def load(config: ModelConfig, files: ModelFiles) -> Loaded:
@@ -313,29 +279,27 @@ def load(config: ModelConfig, files: ModelFiles) -> Loaded:
     from quicksilver.runtime.architecture import architecture_of
 
     if _weights_left_out(files.folder):
-        trained = f"`make train-reference MODEL={files.folder.name}` makes them there, in hours."
+        name = files.folder.name
         raise ConfigError(
             f"model={config.name}: its weights are left out of the installed package, to keep it small. In a clone, type the same; or give "
-            f"model.path=/clone/quicksilver/models/reference/{files.folder.name}. If the clone has none either, {trained}"
+            f"model.path=/clone/quicksilver/models/reference/{name}. If the clone has none either, `make train-reference MODEL={name}` "
+            "makes them there, in hours."
         )
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     _check_device(config)
     placement = cut(files.folder, config.parallel) if config.parallel else _placement(config, files.folder)
-    device_map = placement.get("device_map", "each process")
     with _quiet():
         # Any exception: a damaged folder makes transformers stumble wherever it happens to (TypeError, ZeroDivisionError, …).
         try:
             tokenizer = AutoTokenizer.from_pretrained(files.folder, **local)
         except Exception as error:
             remedy = _INSTALL if isinstance(error, ImportError) else _REPAIR
-            raise ConfigError(
-                f"model={config.name}: {files.folder} has no tokenizer that transformers reads: {_first_line(error)} {remedy}"
-            ) from error
+            without = f"{files.folder} has no tokenizer that transformers reads"
+            raise ConfigError(f"model={config.name}: {without}: {_first_line(error)} {remedy}") from error
         classifies = is_classifier(files.folder)
         if classifies and config.parallel:
-            raise ConfigError(
-                f"model={config.name}: model.parallel={config.parallel} cuts a language model, and this one classifies: leave it out."
-            )
+            cuts = f"model.parallel={config.parallel} cuts a language model, and this one classifies"
+            raise ConfigError(f"model={config.name}: {cuts}: leave it out.")
         kind: Any = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
         try:
             # Mismatched sizes are refused below, with the tensor's name.
@@ -344,18 +308,15 @@ def load(config: ModelConfig, files: ModelFiles) -> Loaded:
                 use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **placement, **local,
             )  # fmt: skip
         except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                f"model={config.name} does not fit into the memory of {device_map}: {_first_line(error)} Use model.dtype=bfloat16, or "
-                "model.device_map=auto or cpu."
-            ) from error
+            full = f"does not fit into the memory of {placement.get('device_map', 'each process')}: {_first_line(error)}"
+            raise ConfigError(f"model={config.name} {full} Use model.dtype=bfloat16, or model.device_map=auto or cpu.") from error
         except Exception as error:
             eager = "attention implementation" in str(error) and config.attn_implementation != "eager"
             remedy = "Use model.attn_implementation=eager." if eager else _INSTALL if isinstance(error, ImportError) else _REPAIR
             raise ConfigError(f"model={config.name}: {files.folder} cannot be loaded: {_first_line(error)} {remedy}") from error
-    wrong = [*_loaded_wrongly(info), *_not_floats(files.folder)]
-    if wrong:
+    if wrong := "; ".join(_loaded_wrongly(info, files.folder)):
         raise ConfigError(
-            f"model={config.name}: the weights in {files.folder} are not those of its config.json: {'; '.join(wrong)}. {_REPAIR}"
+            f"model={config.name}: the weights in {files.folder} are not those of its config.json: {wrong}. {_REPAIR}"
         )
     if classifies:
         model = as_causal(config.name, model)
@@ -380,35 +341,23 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _loaded_wrongly(info: Mapping[str, Any]) -> list[str]:
-    """What of transformers' loading info means that the model is not the one in the files. Tied weights are not in it."""
+def _loaded_wrongly(info: Mapping[str, Any], folder: Path) -> Iterator[str]:
+    """What means that the model is not the one in the files: transformers' loading info, in which tied weights are not; and weights
+    kept as integers or 8-bit floats: without the scales of their format, casting them gives other weights."""
     kinds = {
-        "missing_keys": "no tensor for {}",
-        "unexpected_keys": "no place for the tensor {}",
-        "mismatched_keys": "another shape for {}",
-        "error_msgs": "{}",
+        "missing_keys": "no tensor for ",
+        "unexpected_keys": "no place for the tensor ",
+        "mismatched_keys": "another shape for ",
     }
-    said = []
-    for kind, words in kinds.items():
+    for kind, words in {**kinds, "error_msgs": ""}.items():
         entries = sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in info.get(kind) or ())
         if entries:
             more = f" and {len(entries) - 1} more" if len(entries) > 1 else ""
-            said.append(words.format(entries[0].splitlines()[0]) + more)
-    return said
-
-
-def _not_floats(folder: Path) -> list[str]:
-    """Weights kept as integers or 8-bit floats: without the scales of their format, casting them gives other weights."""
-    from safetensors import safe_open
-
-    said = []
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  not a dict
-        wrong = sorted(name for name, kind in kinds.items() if kind not in _FLOATS and name.endswith((".weight", ".bias")))
-        if wrong:
-            said.append(f"{wrong[0]} is stored as {kinds[wrong[0]]}, and only {', '.join(_FLOATS)} are read")
-    return said
+            yield words + entries[0].splitlines()[0] + more
+    for heads in memory_check.heads(folder):
+        stored = {name: head.get_dtype() for name, head in heads.items() if name.endswith((".weight", ".bias"))}
+        if wrong := min((name for name, dtype in stored.items() if dtype not in _FLOATS), default=None):
+            yield f"{wrong} is stored as {stored[wrong]}, and only {', '.join(_FLOATS)} are read"
 
 
 def _check_device(config: ModelConfig) -> None:
@@ -424,11 +373,8 @@ def _check_device(config: ModelConfig) -> None:
 
 def check_fits(config: ModelConfig, folder: Path) -> None:
     """Refuse, before anything is loaded, a model that this machine does not hold, or whose parts its processes cannot share.
-
-    Raises:
-        ConfigError: a device that is not there, more weights than memory and disk hold.
-        UnsupportedModelError: see `parallel.cut`.
-    """
+    Raises ConfigError: a device that is not there, more weights than memory and disk hold. Raises UnsupportedModelError: see
+    `parallel.cut`."""
     _check_device(config)
     if config.parallel:
         cut(folder, config.parallel)
@@ -441,7 +387,7 @@ def _needed_bytes(config: ModelConfig, folder: Path) -> int:
     import torch
 
     try:
-        needed = memory_check.weights_bytes(folder, torch.empty((), dtype=getattr(torch, config.dtype)).element_size())
+        needed = memory_check.weights_bytes(folder, getattr(torch, config.dtype).itemsize)
     except Exception:
         return 0  # loading says what is wrong with them
     if config.device_map in ("cpu", "auto"):
@@ -450,11 +396,7 @@ def _needed_bytes(config: ModelConfig, folder: Path) -> int:
 
 
 def _placement(config: ModelConfig, folder: Path) -> dict[str, Any]:
-    """Where the weights go, as arguments of `from_pretrained`.
-
-    Raises:
-        ConfigError: they fit nowhere.
-    """
+    """Where the weights go, as arguments of `from_pretrained`. Raises ConfigError: they fit nowhere."""
     import torch
 
     needed = _needed_bytes(config, folder)
@@ -469,11 +411,8 @@ def _placement(config: ModelConfig, folder: Path) -> dict[str, Any]:
         return {"device_map": "cpu"}
     limits = {device: int(_USED_SHARE * torch.cuda.mem_get_info(device)[0]) for device in range(gpus)}
     # Weights in the dtype of their files are read from there, layer by layer; others are written here first.
-    return {
-        "device_map": "auto",
-        "max_memory": {**limits, "cpu": free},
-        "offload_folder": tempfile.mkdtemp(prefix="quicksilver-weights-"),
-    }
+    offload = tempfile.mkdtemp(prefix="quicksilver-weights-")
+    return {"device_map": "auto", "max_memory": {**limits, "cpu": free}, "offload_folder": offload}
 
 
 def _first_line(error: Exception) -> str:

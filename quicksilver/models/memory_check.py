@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -13,26 +15,17 @@ from quicksilver.runtime.errors import ConfigError
 
 
 def check_room(weights_bytes: int, name: str, folder: Path | None = None) -> None:
-    """Refuse a model that this machine does not hold.
-
-    Args:
-        folder: on the disk that takes what memory and GPUs do not; None: it is to lie in the machine's memory as a whole.
-
-    Raises:
-        ConfigError: says how large it is, what there is, and what to do.
-    """
+    """Refuse a model that this machine does not hold: in memory as a whole, or with `folder`, on the disk that takes what memory
+    and GPUs do not. Raises ConfigError: says how large it is, what there is, and what to do."""
     needs = f"model={name}: its weights are {gibibytes(weights_bytes)}"
     memory = host_memory_bytes() if folder is None else memory_bytes()
+    has = f"this machine has {gibibytes(memory)} of memory"
     if folder is None and weights_bytes > memory:
-        raise ConfigError(
-            f"{needs} and this machine has {gibibytes(memory)} of memory. model.device_map=auto leaves on disk what does not fit, "
-            "model.dtype=bfloat16 halves float32."
-        )
+        remedy = "model.device_map=auto leaves on disk what does not fit, model.dtype=bfloat16 halves float32."
+        raise ConfigError(f"{needs} and {has}. {remedy}")
     if folder is not None and weights_bytes > memory + (disk := disk_bytes(folder)):
-        raise ConfigError(
-            f"{needs}; this machine has {gibibytes(memory)} of memory and {gibibytes(disk)} free on disk. Take a smaller model, "
-            "model.dtype=bfloat16, or a larger machine."
-        )
+        remedy = "Take a smaller model, model.dtype=bfloat16, or a larger machine."
+        raise ConfigError(f"{needs}; {has} and {gibibytes(disk)} free on disk. {remedy}")
 
 
 def host_memory_bytes() -> int:
@@ -84,13 +77,16 @@ def disk_bytes(folder: Path) -> int:
 
 def weights_bytes(folder: Path, element_bytes: int) -> int:
     """Of the weights in a folder, from the heads of its safetensors files, once they have elements of that size."""
+    return element_bytes * sum(math.prod(head.get_shape()) for found in heads(folder) for head in found.values())
+
+
+def heads(folder: Path) -> Iterator[dict[str, Any]]:
+    """By name the tensors in each safetensors file of a folder, which are not read: their shape and type can be asked for."""
     from safetensors import safe_open
 
-    count = 0
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118  not a dict
-    return count * element_bytes
+            yield {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  not a dict
 
 
 def gibibytes(count: float) -> str:

@@ -60,12 +60,9 @@ def rank() -> int:
 
 
 def cut(folder: Path, how: str = "tensor") -> dict[str, Any]:
-    """Arguments of `from_pretrained` that cut the model in `folder` as `model.parallel` says. Of several replicas, each has all of the model.
-
-    Raises:
-        ConfigError: the number of processes is no multiple of those that share a model.
-        UnsupportedModelError: transformers has no plan for the family, or the processes cannot share its heads evenly.
-    """
+    """Arguments of `from_pretrained` that cut the model in `folder` as `model.parallel` says. Of several replicas, each has all
+    of the model. Raises ConfigError: the number of processes is no multiple of those that share a model. Raises
+    UnsupportedModelError: transformers has no plan for the family, or the processes cannot share its heads evenly."""
     import torch
     from torch import distributed
     from transformers import AutoConfig
@@ -122,25 +119,19 @@ def broadcast_from_rank0(answer: int) -> int:
     import torch
     from torch import distributed
 
-    on = "cuda" if distributed.get_backend() == "nccl" else "cpu"
-    said = torch.tensor([int(answer)], device=on)
+    said = torch.tensor([int(answer)], device="cuda" if distributed.get_backend() == "nccl" else "cpu")
     distributed.broadcast(said, src=0)
     return int(said)
 
 
 def check_plan(config: Any, size: int) -> None:
-    """Whether a model of this config can be cut among `size` processes; nothing is loaded.
-
-    Raises:
-        UnsupportedModelError: there is no plan, or the heads cannot be shared evenly.
-    """
+    """Whether a model of this config can be cut among `size` processes; nothing is loaded. Raises UnsupportedModelError: there is
+    no plan, or the heads cannot be shared evenly."""
     from quicksilver.runtime.placement import check_heads
 
     name = getattr(config, "model_type", type(config).__name__)
     if not getattr(config, "base_model_tp_plan", None):
-        raise UnsupportedModelError(
-            f"{name}: transformers has no plan for tensor parallelism of this family (base_model_tp_plan): spread its layers over the devices "
-            "instead (model.device_map=auto)."
-        )
+        without = "transformers has no plan for tensor parallelism of this family (base_model_tp_plan)"
+        raise UnsupportedModelError(f"{name}: {without}: spread its layers over the devices instead (model.device_map=auto).")
     heads = config.num_attention_heads
     check_heads(name, heads, getattr(config, "num_key_value_heads", None) or heads, size)

@@ -9,12 +9,10 @@ from harness_world import make_treebank
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quicksilver.data import tagging
-from quicksilver.data.annotation import CLASSES, align, classes, table
+from quicksilver.data import annotation
+from quicksilver.data.annotation import CLASSES, align, classes, joined, joints, read_treebank, sentences, table, tag_text, trees
 from quicksilver.data.spec import DatasetConfig, FilesConfig, TaggerConfig
-from quicksilver.data.tagging import tag_text
 from quicksilver.data.text import read_text
-from quicksilver.data.treebank import joined, joints, read_treebank, sentences, trees
 from quicksilver.runs.config import compose
 from quicksilver.runtime.errors import ConfigError
 
@@ -73,9 +71,7 @@ def test_auxiliaries_are_what_the_treebank_calls_so_and_the_paper_goes_by_tag():
     assert {name for entry in entries for name in entry} == set(CLASSES)
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
+@pytest.mark.parametrize(("content", "says"), [
         (block("I go", ("1", "I", "PRON", "PRP"), ("2", "went", "VERB", "VBD")), r"line 1: its words do not align.*'went' was expected at character 2"),
         (block("I go now", ("1", "I", "PRON", "PRP"), ("2", "go", "VERB", "VBP")), "'now' at character 5 is no word"),
         ("1\tI\t_\n", "line 1: 3 columns"),
@@ -84,8 +80,7 @@ def test_auxiliaries_are_what_the_treebank_calls_so_and_the_paper_goes_by_tag():
         ("nothing", "columns"),
         ("", "no sentence"),
         (block("I", ("1", "I", "PRON", "PRON")), r"word 1 \(I\): 'PRON' is no tag of the penn tag set.*reader=treebank-upos"),
-    ],
-)  # fmt: skip
+])  # fmt: skip
 def test_what_is_no_aligned_conllu_is_named(content: str, says: str):
     with pytest.raises(ConfigError, match=says):
         joined(sentences(content, "file"))
@@ -121,14 +116,10 @@ JAPANESE = block("猫が見た。", ("1", "猫", "NOUN", "名詞"), ("2", "が",
                  ("4", "た", "AUX", "助動詞"), ("5", "。", "PUNCT", "補助記号"))  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (ITALIAN, ["content", "preposition", "determiner", "content", "other"]),
-        (JAPANESE, ["content", "preposition", "content", "auxiliary", "other"]),
-    ],
-    ids=["it", "ja"],
-)
+@pytest.mark.parametrize(("content", "expected"), [
+    (ITALIAN, ["content", "preposition", "determiner", "content", "other"]),
+    (JAPANESE, ["content", "preposition", "content", "auxiliary", "other"]),
+], ids=["it", "ja"])  # fmt: skip
 def test_any_language_is_read_by_its_universal_tags(content: str, expected: list[str], tmp_path: Path):
     path = tmp_path / "xx-ud-test.conllu"
     path.write_text(content, encoding="utf-8")
@@ -207,7 +198,7 @@ def test_marks_that_only_wikitext_has_are_no_content_words(config):
 
 def test_tags_are_kept_and_another_tagger_is_asked_anew(config, tmp_path, monkeypatch):
     first = tag_text(TEXT, config, None, tmp_path)
-    monkeypatch.setattr(tagging, "_Perceptron", lambda train: (_ for _ in ()).throw(RuntimeError))
+    monkeypatch.setattr(annotation, "_Perceptron", lambda train: (_ for _ in ()).throw(RuntimeError))
     again = tag_text(TEXT, config, None, tmp_path)
     assert (again[0].digest, again[1]) == (first[0].digest, first[1])
     with pytest.raises(RuntimeError):
@@ -236,8 +227,8 @@ def test_a_spacy_model_is_given_the_words_as_they_are(config, monkeypatch):
             for one in sentences:
                 yield [("VBZ", True) if word == "saw" else ("NN", False) for word in one]
 
-    monkeypatch.setattr(tagging, "find_spec", lambda name: name in ("spacy", "en_core_web_sm"))
-    monkeypatch.setattr(tagging, "_Spacy", Fake)
+    monkeypatch.setattr(annotation, "find_spec", lambda name: name in ("spacy", "en_core_web_sm"))
+    monkeypatch.setattr(annotation, "_Spacy", Fake)
     note, said = tag_text(TEXT, replace(config, name="auto"), None, None)
     assert np.unique(classes(note)[note.tag == "VBZ"]).tolist() == ["auxiliary"]
     assert said.startswith("tagged by spaCy's fake 1: ")

@@ -1,24 +1,34 @@
-"""Labelled examples: the rows of every task at hand, and one line for whatever does not fit."""
+"""Labelled examples: the rows of every task at hand, and one line for whatever does not fit. Metrics equal scikit-learn's, draws of a
+bootstrap are scored at once; a metric of `evaluate` says what our own say, or is one clear line."""
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
 from thinning import first
 
+from quicksilver.data import tasks
 from quicksilver.data.spec import DatasetConfig, SplitConfig, TaskConfig
-from quicksilver.data.tasks import read_task, text_of
+from quicksilver.data.tasks import f1, load_metric, read_task, scored, text_of
 from quicksilver.runs.config import compose
 from quicksilver.runs.run import RunContext
 from quicksilver.runtime.errors import ConfigError
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 LABELS = {" bad": ["0", "negative"], " good": ["1", "positive"]}
 OFFICIAL = {"sst2": 872, "cola": 1043, "rte": 277, "boolq": 3270, "cb": 56, "copa": 100, "wic": 638, "wsc": 104, "multirc": 4848}
 FROM_HUB = ("mnli", "mrpc", "qqp", "stsb")
 
 
-def task(folder: Path, rows: list[str], header: str = "sentence\tlabel", **more) -> DatasetConfig:
-    (folder / "rows.tsv").write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")
+def task(folder: Path, rows: list[str], **more) -> DatasetConfig:
+    (folder / "rows.tsv").write_text("\n".join(["sentence\tlabel", *rows]) + "\n", encoding="utf-8")
     split = SplitConfig(files=["rows.tsv"])
     options = {"template": "{sentence} It was", "labels": LABELS, "train": split, "validation": split} | more
     return DatasetConfig(name="mine", reader="task", task=TaskConfig(**options))
@@ -34,8 +44,13 @@ def test_a_row_becomes_a_prompt_and_a_choice(tmp_path):
 
 def test_choices_come_from_the_row_and_fields_may_be_renamed(tmp_path):
     row = {
-        "premise": "It rained.", "question": "effect", "a": "I got wet.", "b": "I sang.", "label": 0, "target": {"word": "rain"},
-    }  # fmt: skip
+        "premise": "It rained.",
+        "question": "effect",
+        "a": "I got wet.",
+        "b": "I sang.",
+        "label": 0,
+        "target": {"word": "rain"},
+    }
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     config = task(
         tmp_path, [], template="{word}: {premise} {question}", labels={}, choices=["a", "b"], rename={"question": {"effect": "So"}},
@@ -98,9 +113,8 @@ def test_the_official_rows_are_scored_and_never_fitted_on(name, data_root):
 
 def test_qnli_is_divided(data_root):
     qnli = compose(["dataset=qnli", "measure=task"]).dataset
-    parts = [{one.row for one in read_task(qnli, part, root=data_root).examples} for part in ("test", "calibration")]
-    assert not parts[0] & parts[1]
-    assert sorted(parts[0] | parts[1]) == list(range(5463))
+    rows = [one.row for part in ("test", "calibration") for one in read_task(qnli, part, root=data_root).examples]
+    assert sorted(rows) == list(range(5463))
 
 
 @pytest.mark.parametrize("name", FROM_HUB)
@@ -109,8 +123,7 @@ def test_what_is_not_at_hand_says_so(name, data_root, monkeypatch):
     with pytest.raises(ConfigError, match=f"dataset={name}: .*unavailable offline"):
         read_task(compose([f"dataset={name}", "measure=task"]).dataset, root=data_root)
     config = compose(["dataset=sst2", "measure=task", "dataset.task.validation.files=[/not/there.tsv]"]).dataset
-    says = r"there is no file /not/there\.tsv, and of the hub's nyu-mll/glue: .*give dataset\.task"
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=r"no file /not/there\.tsv, and of the hub's nyu-mll/glue: .*give dataset\.task"):
         read_task(config)
 
 
@@ -127,3 +140,97 @@ def test_a_text_s_identity_knows_nothing_of_tasks():
     assert "task" not in compose([]).identity()["dataset"]
     with pytest.raises(ConfigError, match=r"the reader `task` goes with dataset\.task"):
         compose(["dataset=sst2", "dataset.reader=text"])
+
+
+# -- metrics ---------------------------------------------------------------------------------------------------------------------
+def metrics() -> Any:
+    return pytest.importorskip("sklearn.metrics")  # not while tests are collected
+
+
+classes = st.integers(2, 40).flatmap(lambda n: st.tuples(*[st.lists(st.integers(0, 2), min_size=n, max_size=n)] * 2))
+values = st.integers(3, 40).flatmap(lambda n: st.tuples(*[st.lists(st.integers(-9, 9), min_size=n, max_size=n)] * 2))
+
+
+@given(classes)
+def test_scores_of_classes_are_scikit_learn_s(drawn):
+    gold, predicted = (np.array(one, dtype=float) for one in drawn)
+    assert tasks.accuracy(gold, predicted) == pytest.approx(metrics().accuracy_score(gold, predicted))
+    assert tasks.f1_macro(gold, predicted) == pytest.approx(
+        metrics().f1_score(gold, predicted, average="macro", zero_division=0.0)
+    )
+    two = gold.clip(max=1), predicted.clip(max=1)
+    assert f1(*two) == pytest.approx(metrics().f1_score(*two, zero_division=0.0))
+    if len({*two[0], *two[1]}) == 2:  # scikit-learn warns of a single class
+        assert tasks.matthews(*two) == pytest.approx(metrics().matthews_corrcoef(*two), abs=1e-9)
+
+
+@given(values)
+def test_correlations_are_scipy_s(drawn):
+    x, y = (np.array(one, dtype=float) for one in drawn)
+    varies = x.std() != 0 and y.std() != 0
+    assert tasks.pearson(x, y) == pytest.approx(stats.pearsonr(x, y).statistic if varies else 0, abs=1e-9)
+    assert tasks.spearman(x, y) == pytest.approx(stats.spearmanr(x, y).statistic if varies else 0, abs=1e-9)
+
+
+def test_many_draws_at_once_are_the_same_as_one_by_one():
+    rng = np.random.default_rng(0)
+    gold, predicted = (rng.integers(0, 2, (7, 30)).astype(float) for _ in range(2))
+    for of in (tasks.accuracy, tasks.matthews, f1, tasks.f1_macro, tasks.spearman):
+        np.testing.assert_allclose(of(gold, predicted), [of(*pair) for pair in zip(gold, predicted, strict=True)])
+
+
+def test_multirc_asks_for_whole_questions():
+    found = scored(["multirc", "accuracy"], [1, 0, 1, 0], [1, 0, 1, 1], ["q1", "q1", "q2", "q2"])
+    assert found == {"f1a": pytest.approx(0.8), "accuracy": 0.75, "exact_match": 0.5}
+    assert next(iter(scored(["matthews", "accuracy"], [0, 1], [0, 1]))) == "matthews"
+    assert set(tasks.METRICS) == {"accuracy", "matthews", "f1", "f1_macro", "pearson_spearman", "multirc"}
+
+
+# -- metrics of `evaluate` -------------------------------------------------------------------------------------------------------
+SCRIPT = """
+import datasets
+import evaluate
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+
+
+class OfTasks(evaluate.Metric):
+    def _info(self):
+        features = datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")})
+        return evaluate.MetricInfo(description="-", citation="-", inputs_description="-", features=features)
+
+    def _compute(self, predictions, references):
+        two = references, predictions
+        return {"accuracy": accuracy_score(*two), "f1": f1_score(*two), "matthews": matthews_corrcoef(*two)}
+"""
+
+
+@pytest.fixture
+def evaluate():
+    """A second to import: not while tests are collected."""
+    return pytest.importorskip("evaluate", reason="evaluate is not installed: pip install 'quicksilver-lm[tasks]'")
+
+
+def test_a_script_at_hand_says_what_our_own_metrics_say_and_answers_that_it_refuses_are_named(evaluate, tmp_path):
+    pytest.importorskip("sklearn")
+    (tmp_path / "of_tasks.py").write_text(SCRIPT)
+    draw = np.random.default_rng(0)
+    gold, predicted = draw.integers(0, 2, 80).astype(float), draw.integers(0, 2, 80).astype(float)
+    metric = load_metric(str(tmp_path / "of_tasks.py"))
+    assert metric(gold, predicted) == pytest.approx(scored(["accuracy", "f1", "matthews"], gold, predicted))
+    with pytest.raises(ConfigError, match=r"of_tasks\.py refuses these answers") as caught:
+        metric([0.0, 1.0, 2.0], [2.0, 1.0, 0.0])  # F1 is of two classes
+    assert "\n" not in str(caught.value)
+
+
+def test_a_metric_that_cannot_be_had_is_one_line_with_the_remedy(evaluate, tmp_path, monkeypatch):
+    unreachable = Mock(side_effect=ConnectionError("Couldn't reach the hub\nand a long trace of requests"))
+    monkeypatch.setattr(evaluate, "load", unreachable)
+    says = r"glue/sst2 cannot be loaded \(ConnectionError: Couldn't reach the hub\)\. Without a network"
+    with pytest.raises(ConfigError, match=says) as caught:
+        load_metric("glue/sst2")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"there is no such file"):
+        load_metric(str(tmp_path / "none.py"))
+    monkeypatch.setitem(sys.modules, "evaluate", None)
+    with pytest.raises(ConfigError, match=r"pip install '.+\[tasks\]'"):
+        load_metric("accuracy")

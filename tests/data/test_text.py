@@ -42,14 +42,12 @@ def test_scored_and_calibrating_documents_are_disjoint(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(b"\x00\x01text", "is binary"), (b"caf\xe9", "is not UTF-8 text (byte 3"), (b" \n\n ", "has no text in its test part")],
+    [(b"\x00\x01text", "is binary"), (b"caf\xe9", r"is not UTF-8 text \(byte 3"), (b" \n\n ", "has no text in its test part")],
 )
 def test_what_is_no_text_is_named(tmp_path, content, says):
     (tmp_path / "file").write_bytes(content)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"{tmp_path / 'file'} {says}"):
         read_text(local("text", tmp_path / "file"))
-    assert says in str(caught.value)
-    assert str(tmp_path / "file") in str(caught.value)
 
 
 @pytest.mark.parametrize(("config", "part", "says"), [

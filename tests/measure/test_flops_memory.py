@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from quicksilver.runs.run import ensure
 from quicksilver.runtime import ConfigError, LayerView, TokenPolicy, TokenState, apply
 
 MIB = 1 << 20
+HALF, FULL = 4 * 2 * 4 * 8 * 55, 4 * 2 * 4 * 8 * 100  # operations of ten queries and keys, causal and not
 
 
 @settings(deadline=None)
@@ -36,29 +38,25 @@ def test_attention_pairs_are_those_of_the_mask(queries: int, keys: int, causal: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_attention_counts_the_pairs_it_visits(grad: bool, dtype: torch.dtype) -> None:
     """torch's own counter gives 0 for this operator on a CPU."""
-    q = torch.randn(2, 4, 10, 8, dtype=dtype)
-    kv = torch.randn(2, 4, 10, 8, dtype=dtype)
+    q, kv, few = (torch.randn(2, heads, 10, 8, dtype=dtype) for heads in (4, 4, 2))
+    counted = lambda kv, **options: count_executed(lambda: F.scaled_dot_product_attention(q, kv, kv, **options))
     with torch.set_grad_enabled(grad):
-        assert count_executed(lambda: F.scaled_dot_product_attention(q, kv, kv)) == 4 * 2 * 4 * 8 * 100
-        assert count_executed(lambda: F.scaled_dot_product_attention(q, kv, kv, is_causal=True)) == 4 * 2 * 4 * 8 * 55
-        masked = count_executed(lambda: F.scaled_dot_product_attention(q, kv, kv, attn_mask=torch.ones(10, 10, dtype=torch.bool)))
-    assert masked == 4 * 2 * 4 * 8 * 100  # a mask hides pairs, the kernel visits them all the same
-    few = torch.randn(2, 2, 10, 8, dtype=dtype)
+        assert counted(kv) == FULL
+        assert counted(kv, is_causal=True) == HALF
+        assert counted(kv, attn_mask=torch.ones(10, 10).bool()) == FULL  # a mask hides pairs, the kernel visits them all the same
     with torch.no_grad():  # grouped queries: heads are those of the queries
-        grouped = count_executed(lambda: F.scaled_dot_product_attention(q, few, few, is_causal=True, enable_gqa=True))
-    assert grouped == 4 * 2 * 4 * 8 * 55
+        assert counted(few, is_causal=True, enable_gqa=True) == HALF
 
 
 def test_the_formulas_of_gpu_attention_read_causality_where_each_operator_keeps_it() -> None:
     q = torch.Size((2, 4, 10, 8))
-    half, full = 4 * 2 * 4 * 8 * 55, 4 * 2 * 4 * 8 * 100
-    assert FORMULAS[aten._scaled_dot_product_flash_attention](q, q, q, 0.0, True) == half
-    assert FORMULAS[aten._scaled_dot_product_flash_attention](q, q, q, is_causal=True) == half
-    assert FORMULAS[aten._scaled_dot_product_flash_attention](q, q, q, 0.0, False, True) == full
+    assert FORMULAS[aten._scaled_dot_product_flash_attention](q, q, q, 0.0, True) == HALF
+    assert FORMULAS[aten._scaled_dot_product_flash_attention](q, q, q, is_causal=True) == HALF
+    assert FORMULAS[aten._scaled_dot_product_flash_attention](q, q, q, 0.0, False, True) == FULL
     for operator in (aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention):
-        assert FORMULAS[operator](q, q, q, None, True, 0.0, True) == half
-        assert FORMULAS[operator](q, q, q, None, True, 0.0) == full
-    assert FORMULAS[aten._scaled_dot_product_fused_attention_overrideable](q, q, q, None, 0.0, True) == half
+        assert FORMULAS[operator](q, q, q, None, True, 0.0, True) == HALF
+        assert FORMULAS[operator](q, q, q, None, True, 0.0) == FULL
+    assert FORMULAS[aten._scaled_dot_product_fused_attention_overrideable](q, q, q, None, 0.0, True) == HALF
 
 
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode, torch.enable_grad])
@@ -102,25 +100,24 @@ def test_a_peak_that_is_gone_afterwards_is_seen(method: str, monkeypatch: pytest
 
 
 def test_a_peak_of_tensors_is_exact_and_quiet(capfd: pytest.CaptureFixture[str]) -> None:
-    kept: list[torch.Tensor] = [torch.zeros(MIB, dtype=torch.uint8)]
+    empty = partial(torch.empty, dtype=torch.uint8)
+    kept = [empty(MIB)]
 
     def two_at_a_time() -> None:
         kept.clear()  # older than the measurement: its end is no allocation
-        first = torch.empty(3 * MIB, dtype=torch.uint8)
-        second = torch.empty(5 * MIB, dtype=torch.uint8)
+        first = empty(3 * MIB)
+        second = empty(5 * MIB)
         del first
-        torch.empty(MIB, dtype=torch.uint8)
+        empty(MIB)
         kept.append(second)
+
+    def in_a_cycle() -> None:
+        cycle: list[object] = [empty(MIB)]
+        cycle.append(cycle)
 
     assert peak_tensor_bytes(two_at_a_time) == 8 * MIB
     assert peak_tensor_bytes(lambda: None) == 0
-
     kept.clear()
-
-    def in_a_cycle() -> None:
-        cycle: list[object] = [torch.empty(MIB, dtype=torch.uint8)]
-        cycle.append(cycle)
-
     assert peak_tensor_bytes(in_a_cycle) == MIB  # waits for the collector: its end is not the next call's
     assert peak_tensor_bytes(lambda: (gc.collect(), two_at_a_time())) == 8 * MIB
     kept.clear()

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import pandas as pd
 import pytest
 import tiny
 import torch
@@ -55,17 +54,14 @@ def test_the_components_keep_what_they_say_of_the_variance(model):
 
 def test_a_run_shows_its_decisions(model):
     run = {k.removeprefix("run."): v for k, v in look_inside(model, IDS, all_four()).arrays.items() if k.startswith("run.")}
-    idle = run["active"] == 0
-    assert idle.any()
+    idle, carried = run["active"] == 0, run["carrier"] != torch.arange(len(IDS))
     assert not idle[0].any()
-    carried = run["carrier"] != torch.arange(len(IDS))
-    assert carried.any()
     frozen = idle[1:-1] & ~carried[1:-1]
     assert frozen.any()
+    assert carried.any()
     assert (run["drift_l2"][1:-1][frozen] == 0).all()
-    assert {2.0, 4.0, 8.0, 16.0} >= set(run["bits"].unique().tolist())
+    assert {16.0} < set(run["bits"].unique().tolist()) <= {2.0, 4.0, 8.0, 16.0}
     assert (run["bits"][0] == 16).all()
-    assert len(run["bits"].unique()) > 1
     # Whoever is carried has the state of its carrier.
     into = run["carrier"][-1].long()
     for name in ("state_norm", "entropy_nats"):
@@ -151,7 +147,6 @@ def test_a_record_holds_the_signals_of_its_texts(record):
         by_token = frame.pivot(index="layer", columns="slot", values="active")
         assert (by_token.astype(int).diff().dropna() <= 0).all(axis=None)  # resume_layers=0: once halted, always halted
     assert not all(record.signals(i)["active"].all() for i in range(3))
-    pd.testing.assert_frame_equal(record.signals(1), record.signals(1))
 
 
 def test_tokens_read_as_the_text_does_whatever_the_tokenizer():

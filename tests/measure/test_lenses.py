@@ -1,28 +1,37 @@
 """Lenses and bounds: the model's own states, what counting by hand gives, and what does not hold fails."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import tiny
 import torch
 
 from quicksilver.measure.bench import Bench
-from quicksilver.measure.bounds import INEQUALITIES, Bounds, _one, _Window
-from quicksilver.measure.lenses import BY_ENTROPY, LOGIT_LENS, ROUNDED, Lenses, correlation
+from quicksilver.measure.dense_states import (
+    BY_ENTROPY,
+    INEQUALITIES,
+    LOGIT_LENS,
+    ROUNDED,
+    Bounds,
+    Lenses,
+    _one,
+    _Window,
+    correlation,
+)
 from quicksilver.measure.perplexity import Protocol
 from quicksilver.runtime import ConfigError, architecture_of
 from quicksilver.runtime.quantized.codes import quantize_dequantize
 
 IDS = torch.randint(1, tiny.VOCABULARY, (8, 14), generator=torch.Generator().manual_seed(3))
-
-
-class Windows:
-    ids = IDS
+WINDOWS = SimpleNamespace(ids=IDS)
+ROW, FOLLOWED = IDS[0], 4
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_every_layer_is_read_as_counting_by_hand_gives(family: str) -> None:
     model = tiny.load(family)
-    found = Lenses(windows=8).run(Bench(model, Windows(), Protocol("all", 14)))
+    found = Lenses(windows=8).run(Bench(model, WINDOWS, Protocol("all", 14)))
     assert [one.layer for one in found.readings] == list(range(1, tiny.LAYERS))
     assert {one.lens for one in found.readings} == {LOGIT_LENS}
     assert "none with this model" in str(found.no_tuned_because)
@@ -49,7 +58,7 @@ def test_every_layer_is_read_as_counting_by_hand_gives(family: str) -> None:
         r = np.corrcoef(entropy.flatten(), lost.flatten())[0, 1]
         assert rounded[bits].correlation == pytest.approx(r, abs=1e-3)
     assert rounded[8].error_l2 < rounded[BY_ENTROPY].error_l2 < rounded[2].error_l2
-    assert not Lenses(windows=8, rounding=False).run(Bench(model, Windows(), Protocol("all", 14))).roundings
+    assert not Lenses(windows=8, rounding=False).run(Bench(model, WINDOWS, Protocol("all", 14))).roundings
 
 
 def test_a_correlation_of_something_with_itself_is_one_and_of_a_constant_none() -> None:
@@ -59,10 +68,6 @@ def test_a_correlation_of_something_with_itself_is_one_and_of_a_constant_none() 
     middle, low, high = correlation(values, np.random.default_rng(1).normal(size=(9, 20)))
     assert low < 0 < high
     assert low <= middle <= high
-
-
-ROW = torch.randint(1, tiny.VOCABULARY, (14,), generator=torch.Generator().manual_seed(3))
-FOLLOWED = 4
 
 
 @pytest.fixture(params=["gpt2", "llama"])
@@ -115,18 +120,15 @@ def test_a_bound_holds_where_it_is_larger():
 
 
 def test_every_inequality_is_tested_at_every_depth():
-    from types import SimpleNamespace
-
-    model = tiny.load("gpt2")
-    bench = SimpleNamespace(model=model, windows=SimpleNamespace(ids=ROW.repeat(2, 1)), progress=lambda share: None)
-    found = Bounds(windows=2, tokens=12, followed=3, iterations=2, depths=[0.4, 0.6]).run(bench)
+    found = Bounds(windows=2, tokens=12, followed=3, iterations=2, depths=[0.4, 0.6]).run(
+        Bench(tiny.load("gpt2"), WINDOWS, Protocol("all", 14))
+    )
     assert len(found.gains) == tiny.LAYERS
-    assert all(gain > 0 for gain in found.gains)
+    assert min(found.gains) > 0
     assert {(one.inequality, one.constants) for one in found.held} == {(n, c) for n in INEQUALITIES for c in ("measured", "one")}
     measured = found.of("fusion", "measured", found.held[0].layer)
-    assert measured.bound_ratio == pytest.approx(
-        found.of("fusion", "one", measured.layer).bound_ratio * found.gains[measured.layer], rel=1e-4
-    )
+    one = found.of("fusion", "one", measured.layer)
+    assert measured.bound_ratio == pytest.approx(one.bound_ratio * found.gains[measured.layer], rel=1e-4)
     assert type(found).from_json(found.to_json()) == found
     with pytest.raises(ConfigError, match="was not tested at layer 99: there are layers"):
         found.of("halting", "one", 99)

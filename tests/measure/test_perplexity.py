@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import tiny
@@ -114,11 +115,11 @@ def test_logits_that_are_not_finite_are_an_error_that_names_window_and_protocol(
 
 @pytest.mark.parametrize("name", ["all", "continuation"])
 def test_a_module_that_reads_the_next_token_is_caught(name: str) -> None:
-    protocol = Protocol(name, window_tokens=16, prompt_tokens=8, batch_size=4)
-    result = audit(tiny.load("gpt2"), random_windows(4, 16), protocol, [HaltIfNextIsOdd()], seed=1)
+    audited = partial(audit, tiny.load("gpt2"), random_windows(4, 16), Protocol(name, 16, 8, 4), seed=1)
+    result = audited([HaltIfNextIsOdd()])
     assert result.max_abs_logit_difference > 0.05 * result.max_abs_logit
     assert result.leaks
-    assert not audit(tiny.load("gpt2"), random_windows(4, 16), protocol, [], seed=1).leaks
+    assert not audited([]).leaks
 
 
 def test_nan_behind_other_tokens_is_no_small_movement(monkeypatch):
@@ -165,15 +166,14 @@ def test_it_is_the_divergence_of_the_textbook():
 
 @pytest.mark.parametrize("protocol", [ALL, CONTINUATION], ids=lambda protocol: protocol.name)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
+@torch.no_grad()
 def test_scoring_compares_the_positions_that_it_scores(family: str, protocol: Protocol):
-    model, ids = tiny.load(family), IDS
-    module = tiny.Hashed(halt=0.4)
-    scores = score(model, ids, protocol, modules=[module], dense=DenseLogits(model, protocol))
-    with torch.no_grad():
-        dense = model(ids).logits
-    for row in range(len(ids)):
-        with torch.no_grad(), apply(model, [module]):
-            run = model(ids[row : row + 1]).logits
+    model, module = tiny.load(family), tiny.Hashed(halt=0.4)
+    scores = score(model, IDS, protocol, modules=[module], dense=DenseLogits(model, protocol))
+    dense = model(IDS).logits
+    for row in range(len(IDS)):
+        with apply(model, [module]):
+            run = model(IDS[row : row + 1]).logits
         scored = slice(protocol.first_scored - 1, 15)
         kl, same = divergence(dense[row : row + 1, scored], run[:, scored])
         assert scores.windows["kl_nats"][row] == pytest.approx(kl.mean().item(), rel=1e-4)
@@ -183,24 +183,22 @@ def test_scoring_compares_the_positions_that_it_scores(family: str, protocol: Pr
 
 def test_what_is_kept_is_what_is_computed_and_no_more_than_allowed(monkeypatch):
     monkeypatch.setattr("quicksilver.measure.perplexity.free_memory_bytes", lambda: 4 * 2 * 15 * tiny.VOCABULARY * 4)
-    model, ids = tiny.load("gpt2"), IDS
-    forwards = []
+    model, forwards = tiny.load("gpt2"), []
     for kept_bytes in (0, 2 * 15 * tiny.VOCABULARY * 4, 2**30, None):
         dense = DenseLogits(model, ALL, kept_bytes)
         calls: list[int] = []
         dense._model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        columns = [score(model, ids, ALL, modules=[tiny.Hashed()], dense=dense).windows["kl_nats"].tolist() for _ in range(2)]
+        columns = [score(model, IDS, ALL, modules=[tiny.Hashed()], dense=dense).windows["kl_nats"].tolist() for _ in range(2)]
         assert columns[0] == columns[1]
         forwards.append(len(calls))
     assert forwards == [6, 5, 3, 5]  # three batches, twice; the first kept; all kept; a quarter of what is free
 
 
+@torch.no_grad()
 def test_the_dense_model_stays_dense_while_the_run_s_weights_are_exchanged():
-    model, ids = tiny.load("llama"), IDS
-    with torch.no_grad():
-        before = model(ids).logits
-    dense = DenseLogits(model, ALL)
-    score(model, ids, ALL, modules=[BFloat16()], dense=dense)
+    model = tiny.load("llama")
+    before, dense = model(IDS).logits, DenseLogits(model, ALL)
+    score(model, IDS, ALL, modules=[BFloat16()], dense=dense)
     kept = torch.cat([calls[0] for calls in dense._kept.values()])
     torch.testing.assert_close(kept, before[:, :-1], atol=1e-5, rtol=1e-5)
 

@@ -9,11 +9,10 @@ import torch
 
 from quicksilver.fitting.gates import GateRecipe
 from quicksilver.measure import alternate
-from quicksilver.measure.bounds import Bounds
+from quicksilver.measure.dense_states import Bounds, Lenses
 from quicksilver.measure.deployment import serve
 from quicksilver.measure.energy import CodeCarbonMeter, Energy
 from quicksilver.measure.inside import look_inside
-from quicksilver.measure.lenses import Lenses
 from quicksilver.measure.measurement import Setting
 from quicksilver.measure.perplexity import Protocol, score
 from quicksilver.runs.config import compose

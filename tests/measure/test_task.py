@@ -11,6 +11,7 @@ import torch
 from harness_world import make_model, make_world
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
 
+from quicksilver.data.tasks import Example
 from quicksilver.measure.task import EXAMPLES, TaskResult, batches, encode
 from quicksilver.runs.config import compose
 from quicksilver.runs.run import ensure
@@ -77,6 +78,8 @@ def test_dense_choices_are_the_plain_model_s(world):
     assert set(frame["deciding_depth"]) == {record.model.layers}
     assert found.executed_flops == pytest.approx(frame["executed_flops"].sum())
     assert found.signal_flops == 0
+    line = dataclasses.replace(found, evaluated={"accuracy": 0.4375, "f1": 0.5}).line()
+    assert line == f"{found.line()}; evaluate: accuracy 0.4375, f1 0.5"
 
 
 def test_choices_of_several_tokens_follow_from_the_prompt_s_cache(tmp_path):
@@ -104,11 +107,8 @@ def test_the_depth_of_the_last_token_is_told(world):
     assert record.measured("task", TaskResult).deciding_depth == pytest.approx(depths.mean())
 
 
-def test_batches_are_equally_long_and_hold_every_example_once(world):
-    (record,) = ensure([compose([*world, "modules=[]"])])
-    tokenizer = AutoTokenizer.from_pretrained(record.model.source.removeprefix("folder:"))
-    from quicksilver.data.tasks import Example
-
+def test_batches_are_equally_long_and_hold_every_example_once(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(make_model(tmp_path))
     given = [Example("a" * (1 + i % 4), ("x", "y" if i % 3 else "yy"), 0, i) for i in range(20)]
     made = list(batches(encode(given, tokenizer, 32), 3))
     assert sorted(one.number for batch in made for one in batch) == list(range(20))
@@ -121,13 +121,6 @@ def test_batches_are_equally_long_and_hold_every_example_once(world):
         encode([Example("a", ("x", "x"), 0, 0)], tokenizer, 16)
     with pytest.raises(ConfigError, match=r"row 0: its choices have 20 tokens and the context 16"):
         encode([Example("a", ("x" * 20, "y"), 0, 0)], tokenizer, 16)
-
-
-def test_the_console_has_the_numbers_of_evaluate(world):
-    (record,) = ensure([compose([*world, "modules=[]"])])
-    found = record.measured("task", TaskResult)
-    line = dataclasses.replace(found, evaluated={"accuracy": 0.4375, "f1": 0.5}).line()
-    assert line == f"{found.line()}; evaluate: accuracy 0.4375, f1 0.5"
 
 
 def test_a_text_without_labels_is_refused(tmp_path):

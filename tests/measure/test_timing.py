@@ -3,6 +3,7 @@ no test asserts."""
 
 import gc
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -40,16 +41,6 @@ class Clock:
         return fn
 
 
-def test_callables_take_turns_and_the_first_is_its_own_control() -> None:
-    calls: list[str] = []
-    fns = {name: (lambda name=name: calls.append(name)) for name in ("dense", "halting", "skipping")}
-    result = alternate(fns, warmup=2, repeats=3)
-    assert calls == ["dense", "halting", "skipping"] * 2 + ["dense", "halting", "skipping", "dense"] * 3
-    assert list(result) == ["dense", "halting", "skipping"]
-    assert all(len(samples.ms) == 3 for samples in result.values())
-    assert (result.control, len(result.control_ms)) == ("dense", 3)
-
-
 def test_times_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     # a: warm-up, then (sample, control) × 3
@@ -78,12 +69,8 @@ def test_an_exception_leaves_the_garbage_collector_as_it_was() -> None:
     assert gc.isenabled()
 
 
-def some_times(**around: float) -> Alternation:
-    return Alternation({"a": LatencySamples([1.0, 1.0, 1.0])}, **around)
-
-
 def test_another_load_and_a_clock_that_jumps_are_said() -> None:
-    ours = torch.get_num_threads()
+    ours, some_times = torch.get_num_threads(), partial(Alternation, {"a": LatencySamples([1.0, 1.0, 1.0])})
     assert some_times().warnings == []
     assert some_times(load_before=ours + 0.4, seconds=100, clock_gap_s=0.15).warnings == []  # ours; a clock being adjusted
     (busy,) = some_times(load_before=ours + 2.0).warnings
@@ -132,17 +119,13 @@ def test_inner_sections_are_not_counted_in_outer_ones(ticks: list[float]) -> Non
 def test_a_dense_pass_has_the_models_own_components_in_every_layer(family: str, ticks: list[float]) -> None:
     model = load(family)
     arch = architecture_of(model)
-
-    def call() -> None:
-        with torch.no_grad():
-            model(**BATCH.inputs(), use_cache=True)
-
+    call = torch.no_grad()(lambda: model(**BATCH.inputs(), use_cache=True))
     found, times = component_latency({"dense": Subject(arch, call)}, warmup=1, repeats=3)
     dense = found["dense"]
     assert set(dense.components) == {*KERNELS, "kv_write", "model"} <= set(COMPONENTS)
     for component in ("attention", "mlp", "norms", "kv_write"):
         assert len(dense.layers_ms[component]) == arch.n_layers
-        assert all(ms > 0 for ms in dense.layers_ms[component])
+        assert min(dense.layers_ms[component]) > 0
         assert sum(dense.layers_ms[component]) == dense.components[component].median_ms
     assert list(times) == ["dense"]
     assert times.noise_floor is not None
@@ -159,37 +142,28 @@ def test_all_four_mechanisms_have_their_components_and_decide_alone_is_timed_bes
             run.reset()
             model(**BATCH.inputs(), use_cache=True)
 
-        subjects = {
-            "dense": Subject(architecture_of(plain), lambda: plain(**BATCH.inputs())),
-            "run": Subject(run.arch, call, run.modules),
-        }
+        dense = Subject(architecture_of(plain), lambda: plain(**BATCH.inputs()))
+        subjects = {"dense": dense, "run": Subject(run.arch, call, run.modules)}
         found, times = component_latency(subjects, 0, 3, besides={"decide": call})
     assert set(found["run"].components) == set(COMPONENTS)
     assert not {"decisions", "fusion", "quantization", "runtime"} & set(found["dense"].components)
     assert list(times) == ["dense", "run", "decide"]
-    skipped = found["run"].layers_ms["decisions"][-1]
-    assert skipped == 0  # after the last layer there is nothing left to decide
+    assert found["run"].layers_ms["decisions"][-1] == 0  # after the last layer there is nothing left to decide
 
 
 def test_entropy_does_not_look_like_the_models_output_head(ticks: list[float]) -> None:
-    model = load("gpt2")
-
-    def head_marks(entropy: bool) -> float:
-        module = Never(entropy=entropy)
-        with torch.no_grad(), apply(model, [module]) as run:
-            clock = SectionClock(CPU)
-            with watching(run.arch, run.modules, clock):
-                model(**BATCH.inputs(), use_cache=False)
-        return sum(ms for (component, _), ms in clock.times_ms().items() if component == "output_head")
-
-    assert head_marks(entropy=True) == head_marks(entropy=False) > 0
+    model, marks = load("gpt2"), []
+    for entropy in (True, False):
+        clock = SectionClock(CPU)
+        with torch.no_grad(), apply(model, [Never(entropy=entropy)]) as run, watching(run.arch, run.modules, clock):
+            model(**BATCH.inputs(), use_cache=False)
+        marks.append(clock.times_ms()["output_head", None])
+    assert marks[0] == marks[1] > 0
 
 
 def test_watching_changes_no_logit_and_leaves_nothing() -> None:
-    model = load("llama")
-    update = vars(Cache)["update"]
+    model, modules, update = load("llama"), all_four(), vars(Cache)["update"]
     hooks = sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules())
-    modules = all_four()
     with torch.no_grad(), apply(model, modules) as run:
         own = [dict(vars(module)) for module in modules]
         expected = model(**BATCH.inputs(), use_cache=True).logits
@@ -227,8 +201,7 @@ def test_served_tokens_are_those_of_greedy_decoding(family: str) -> None:
     served = serve(model, PROMPT, NEW)
     assert served.tokens == greedy(model)
     assert len(served.per_token_ms) == NEW - 1
-    assert served.first_ms > 0
-    assert served.first_ms + sum(served.per_token_ms) <= served.total_ms
+    assert 0 < served.first_ms <= served.first_ms + sum(served.per_token_ms) <= served.total_ms
 
 
 @torch.no_grad()

@@ -104,7 +104,7 @@ def test_a_plan_fetches_a_shape_at_most(filled, weights, tmp_path, prints):
     assert filled.asked == []
     filled.repositories["model:me/mine"] = weights
     mine = ["model=folder", "model.name=mine", "model.path=me/mine"]
-    assert "mine | wikitext103 | dense" in prints("reproduce", "table", "11", *mine, *WIKITEXT, *words).out
+    assert "mine | wikitext103 | dense" in prints("reproduce", "table", "7", *mine, *WIKITEXT, *words).out
     assert [filled.fetched(name) for name in ("config.json", "safetensors", "parquet")] == [1, 0, 0]
 
 

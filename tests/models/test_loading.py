@@ -98,17 +98,13 @@ def test_a_missing_shard_is_named(folder):
             locate(at(folder))
 
 
-def test_a_family_without_an_adapter_names_those_there_are(folder, tmp_path):
+def test_a_family_without_an_adapter_names_those_there_are(folder):
     from transformers import OPTConfig, OPTForCausalLM
 
-    tiny = OPTConfig(
-        vocab_size=257, hidden_size=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=16
-    )
-    OPTForCausalLM(tiny).save_pretrained(tmp_path / "opt")
-    shutil.copy(folder / "tokenizer.json", tmp_path / "opt")
-    shutil.copy(folder / "tokenizer_config.json", tmp_path / "opt")
+    sizes = {"hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "word_embed_proj_dim": 16}
+    OPTForCausalLM(OPTConfig(vocab_size=257, **sizes)).save_pretrained(folder)
     with pytest.raises(UnsupportedModelError, match="gpt2"):
-        load(at(tmp_path / "opt"), locate(at(tmp_path / "opt")))
+        load(at(folder), locate(at(folder)))
 
 
 def test_code_in_a_folder_is_never_run(folder, tmp_path):
@@ -126,20 +122,14 @@ def test_a_device_that_is_not_there_is_named(folder):
     assert load(at(folder, device_map="auto"), locate(at(folder))).model.device.type == "cpu"
 
 
-def test_the_digest_is_of_contents_not_of_places_or_prose(folder, tmp_path):
-    digest = weights_digest(folder)
+def test_the_digest_is_of_contents_not_of_places_or_prose_and_files_are_read_once(folder, tmp_path, monkeypatch):
+    remembered: dict[str, str] = {}
+    digest = weights_digest(folder, remembered)
     (folder / "README.md").write_text("prose")
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     assert weights_digest(copy) == digest
     change_config(copy, scale_attn_weights=False)
-    assert weights_digest(copy) != digest
-    other = make_model(tmp_path / "other", seed=1)
-    assert weights_digest(other) != digest
-
-
-def test_files_are_read_once(folder, monkeypatch):
-    remembered: dict[str, str] = {}
-    digest = weights_digest(folder, remembered)
+    assert digest not in (weights_digest(copy), weights_digest(make_model(tmp_path / "other", seed=1)))
     monkeypatch.setattr("hashlib.file_digest", lambda *_: pytest.fail("read again"))
     assert weights_digest(folder, remembered) == digest
     (folder / "config.json").write_text("{}")
@@ -147,11 +137,8 @@ def test_files_are_read_once(folder, monkeypatch):
         weights_digest(folder, remembered)
 
 
-IDS = torch.arange(40).view(2, 20)
-
-
 def loaded(original, device_map):
-    config = ModelConfig(name="mine", path=str(original), device_map=device_map)
+    config = at(original, device_map=device_map)
     return load(config, locate(config)).model
 
 
@@ -160,36 +147,26 @@ def plain(original):
     return loaded(original, "cpu")
 
 
-def disk_with(monkeypatch, free):
-    monkeypatch.setattr(memory_check.shutil, "disk_usage", lambda _: type("Usage", (), {"free": free}))
-
-
-def test_weights_are_counted_from_the_heads_of_their_files(original, plain):
-    assert memory_check.weights_bytes(original, 4) == 4 * sum(parameter.numel() for parameter in plain.parameters())
-
-
-def test_a_model_larger_than_memory_and_disk_is_refused_before_it_is_loaded(original, monkeypatch):
-    needed = memory_check.weights_bytes(original, 4)
+def test_a_model_larger_than_memory_and_disk_is_refused_before_it_is_loaded(original, plain, monkeypatch):
+    needed, free = memory_check.weights_bytes(original, 4), Mock(free=99)
+    assert needed == 4 * sum(parameter.numel() for parameter in plain.parameters())
     monkeypatch.setattr(memory_check, "memory_bytes", lambda: needed - 100)
-    disk_with(monkeypatch, 99)
+    monkeypatch.setattr(memory_check.shutil, "disk_usage", lambda _: free)
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
     with pytest.raises(ConfigError, match=r"model=mine: its weights are .* free on disk. Take a smaller model"):
         loaded(original, "auto")
     monkeypatch.setattr(memory_check, "host_memory_bytes", lambda: needed - 1)
     with pytest.raises(ConfigError, match=r"model=mine: its weights are .* model.device_map=auto leaves on disk"):
         loaded(original, "cpu")
-    disk_with(monkeypatch, 100)
+    free.free = 100
     memory_check.check_room(needed, "tiny", original)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU would take it")
 @pytest.mark.parametrize("version", [1, 2])
 def test_memory_is_what_the_cgroups_around_this_process_leave_of_it(tmp_path, monkeypatch, version):
-    root, names = (
-        (tmp_path / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
-        if version == 1
-        else (tmp_path, ("memory.max", "memory.current", "inactive_file"))
-    )
+    old = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    root, names = (tmp_path / "memory", old) if version == 1 else (tmp_path, ("memory.max", "memory.current", "inactive_file"))
     (root / "job" / "step").mkdir(parents=True)
     for place, contents in {".": (900_000, 0, 0), "job": (1_000_000, 700_000, 300_000), "job/step": ("max", 5, 0)}.items():
         for name, content in zip(names[:2], contents[:2], strict=True):
@@ -223,6 +200,6 @@ def test_what_memory_does_not_hold_stays_on_disk(original, plain, monkeypatch):
     assert "disk" in model.hf_device_map.values()
     assert model_digest(model) == model_digest(plain)
     with torch.no_grad(), apply(model, [Halting(tau_drift=0.9, missing_kv="project", tau_entropy=None, resume_layers=0)]) as run:
-        model(IDS)
+        model(torch.arange(40).view(2, 20))
     assert run.flops.executed < run.flops.dense_nominal
     assert [name for name, parameter in model.named_parameters() if parameter.is_meta] == elsewhere

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from quicksilver.experiments.inside import dense_states
-from quicksilver.measure.bounds import INEQUALITIES, BoundsResult, Held
+from quicksilver.measure.dense_states import INEQUALITIES, BoundsResult, Held
 from quicksilver.measure.strata import Share
 from quicksilver.report.artefacts import Outcome, find
 

@@ -75,12 +75,12 @@ class Recipe:
     shortened: tuple[int, int] | None = None  # (from step, to step) between which the learning rate falls straight to 0
 
     @property
-    def steps(self) -> int:
-        return self.shortened[1] if self.shortened else self._planned_steps
-
-    @property
     def _planned_steps(self) -> int:
         return math.ceil(self.total_tokens / self.batch_tokens)
+
+    @property
+    def steps(self) -> int:
+        return self.shortened[1] if self.shortened else self._planned_steps
 
     @property
     def decay_start(self) -> int:
@@ -96,13 +96,8 @@ class Recipe:
         return training_loop.falling(planned, [self.shortened] if self.shortened else [], step)
 
     def context_at(self, step: int) -> int:
-        long = step >= self.decay_start
-        if self.long_from_tokens is not None:
-            long = long or step * self.batch_tokens >= self.long_from_tokens
-        return self.context_tokens if long else self.stable_context_tokens
-
-    def mixture_at(self, step: int) -> tuple[float, ...]:
-        return self.mixture if step < self.decay_start else self.decay_mixture
+        far = self.long_from_tokens is not None and step * self.batch_tokens >= self.long_from_tokens
+        return self.context_tokens if far or step >= self.decay_start else self.stable_context_tokens
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any]) -> Recipe:
@@ -129,22 +124,27 @@ RECIPES = {
     "ladder-gpt2-8m": Recipe(family="gpt2", total_tokens=4_000_000),
     "far-gpt2": _FAR,
     "far-llama": dataclasses.replace(
-        _FAR,
-        family="llama",
-        kv_heads=2,
-        mlp_width=512,
-        start="reference-llama",
-        mixture=(0.24, 0.12, 0.16, 0.26, 0.22),
+        _FAR, family="llama", kv_heads=2, mlp_width=512, start="reference-llama", mixture=(0.24, 0.12, 0.16, 0.26, 0.22),
         decay_mixture=(0.30, 0.10, 0.18, 0.24, 0.18),
     ),
     "reference-llama": Recipe(family="llama", kv_heads=2, mlp_width=512, total_tokens=10_000_000, shortened=(850, 1020)),
-}
+}  # fmt: skip
 
 
 @torch.no_grad()
 def build_model(recipe: Recipe) -> PreTrainedModel:
     torch.manual_seed(recipe.seed)
-    model = _new_model(recipe)
+    own: dict[str, Any] = {
+        "n_inner": recipe.mlp_width, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
+        "activation_function": "gelu_pytorch_tanh",  # one kernel; `gelu_new`: eight
+    } if recipe.family == "gpt2" else {
+        "intermediate_size": recipe.mlp_width, "num_key_value_heads": recipe.kv_heads, "tie_word_embeddings": True,
+    }  # fmt: skip
+    config = AutoConfig.for_model(
+        recipe.family, vocab_size=recipe.vocab_size, max_position_embeddings=recipe.context_tokens, hidden_size=recipe.width,
+        num_hidden_layers=recipe.layers, num_attention_heads=recipe.heads, bos_token_id=0, eos_token_id=0, **own,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
     if recipe.start is not None:
         weights = load_file(start_of(recipe.start) / "model.safetensors")
         for name, tensor in model.state_dict().items():
@@ -158,24 +158,6 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
 def start_of(start: str) -> Path:
     """The folder of a shipped model by its name, or a folder as it is."""
     return SHIPPED / start if (SHIPPED / start).is_dir() else Path(start)
-
-
-def _new_model(recipe: Recipe) -> PreTrainedModel:
-    own: dict[str, Any] = {
-        "intermediate_size": recipe.mlp_width,
-        "num_key_value_heads": recipe.kv_heads,
-        "tie_word_embeddings": True,
-    }
-    if recipe.family == "gpt2":
-        own = {
-            "n_inner": recipe.mlp_width, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
-            "activation_function": "gelu_pytorch_tanh",  # one kernel; `gelu_new`: eight
-        }  # fmt: skip
-    config = AutoConfig.for_model(
-        recipe.family, vocab_size=recipe.vocab_size, max_position_embeddings=recipe.context_tokens, hidden_size=recipe.width,
-        num_hidden_layers=recipe.layers, num_attention_heads=recipe.heads, bos_token_id=0, eos_token_id=0, **own,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config)
 
 
 def optimizers(model: torch.nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
@@ -210,13 +192,13 @@ class Batches:
         recipe = self.recipe
         rng = np.random.default_rng((recipe.seed, step))
         length = recipe.context_at(step)
-        rows = recipe.micro_batch_tokens // length
+        rows, repeats = recipe.micro_batch_tokens // length, recipe.repeats[length == recipe.context_tokens]
+        mixture = recipe.mixture if step < recipe.decay_start else recipe.decay_mixture
         for _ in range(recipe.batch_tokens // recipe.micro_batch_tokens):
-            which = rng.choice(len(self.streams), size=rows, p=recipe.mixture_at(step))
+            which = rng.choice(len(self.streams), size=rows, p=mixture)
             windows = []
             for source in which:
                 window = self._window(source, length, rng)
-                repeats = recipe.repeats[length == recipe.context_tokens]
                 windows.append(with_repeats(window, rng) if repeats and rng.random() < repeats else window)
             # A random offset trains the later learned positions while windows are still short.
             offset = int(rng.integers(0, recipe.context_tokens - length + 1))
@@ -362,12 +344,13 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     recipe = RECIPES[args.name]
-    if args.total_tokens is not None:
-        recipe = dataclasses.replace(recipe, total_tokens=args.total_tokens)
-    if args.start is not None:
-        recipe = dataclasses.replace(recipe, start=args.start, seed=recipe.seed + 1)
-    if args.shorten is not None:
-        recipe = dataclasses.replace(recipe, shortened=tuple(args.shorten))
+    given: dict[str, Any] = {
+        "total_tokens": args.total_tokens,
+        "start": args.start,
+        "shortened": args.shorten and tuple(args.shorten),
+    }
+    given["seed"] = recipe.seed + (args.start is not None)
+    recipe = dataclasses.replace(recipe, **{name: value for name, value in given.items() if value is not None})
     torch.set_num_threads(args.threads)
     try:
         train(args.name, recipe, args.data_root, args.work, args.out, args.device)

@@ -318,14 +318,8 @@ def quantization(o: Options) -> Iterator[Row]:
 
 def mechanisms(phase: str, rates: Sequence[float], layers: int) -> dict[str, RuntimeModule]:
     """What is timed against dense inference, by name; `halting` with each of its rates."""
-    how: dict[str, Any] = {
-        "rule": "capacity",
-        "signal": "random",
-        "schedule": "one_shot",
-        "window": (0.0, 1 / layers),
-        "resume_layers": 0,
-    }
-    once = partial(Halting, missing_kv="drop", **how)
+    how: dict[str, Any] = {"rule": "capacity", "signal": "random", "schedule": "one_shot", "missing_kv": "drop"}
+    once = partial(Halting, window=(0.0, 1 / layers), resume_layers=0, **how)
     made = (StaticDepth(depth=1 - rate, missing_kv="drop") if phase == "decode" else once(halted_share=rate) for rate in rates)
     return {f"halting {rate:.0%}": module for rate, module in zip(rates, made, strict=True)} | {
         "kv skipping 50%": KVSkipping(criterion="attention", skipped_share=0.5, min_depth=0.0),

@@ -76,17 +76,8 @@ def by_uv(python: Path) -> str | None:
         uv = shutil.which("uv")
         if uv is None and run(*pip(python), "--no-deps", "--target", folder, UV) is not None:
             return "uv cannot be had"
-        install: tuple[str | Path, ...] = (
-            uv or f"{folder}/bin/uv",
-            "pip",
-            "install",
-            "--quiet",
-            "--python",
-            python,
-            *options,
-            *STRATEGY,
-        )
-        return installed(install, environment)
+        command = (uv or f"{folder}/bin/uv", "pip", "install", "--quiet", "--python", str(python))
+        return installed((*command, *options, *STRATEGY), environment)
 
 
 def pip(python: Path) -> tuple[str | Path, ...]:

@@ -15,10 +15,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -261,14 +260,12 @@ def check_recipe(recipe: Recipe, meta: dict[str, Any], source: Path) -> None:
 
 
 def loss_curve(history: training_loop.History, path: Path, title: str) -> None:
-    def curve(key: str, of: Callable[[Any], float]) -> tuple[list[float], list[float]]:
-        rows = [row for row in history if key in row]
-        return [row["tokens"] / 1e6 for row in rows], [of(row[key]) for row in rows]
-
-    texts = {name: curve("held_out_bits_per_byte", itemgetter(name)) for name in HELD_OUT}
-    tokens, training = "training tokens (millions)", {"training": curve("loss_nats", float)}
-    plots = [(tokens, "training loss (nats per token)", training), (tokens, "held-out bits per byte (24 windows)", texts)]
-    training_loop.draw_curves(path, title, plots)
+    millions = lambda rows: [row["tokens"] / 1e6 for row in rows]
+    rows, texts = ([row for row in history if key in row] for key in ("loss_nats", "held_out_bits_per_byte"))
+    training = {"training": (millions(rows), [row["loss_nats"] for row in rows])}
+    held_out = {name: (millions(texts), [row["held_out_bits_per_byte"][name] for row in texts]) for name in HELD_OUT}
+    curves = {"training loss (nats per token)": training, "held-out bits per byte (24 windows)": held_out}
+    training_loop.draw_curves(path, title, [("training tokens (millions)", up, of) for up, of in curves.items()])
 
 
 def corpus_name(recipe: Recipe) -> str:
@@ -344,12 +341,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     recipe = RECIPES[args.name]
-    given: dict[str, Any] = {
-        "total_tokens": args.total_tokens,
-        "start": args.start,
-        "shortened": args.shorten and tuple(args.shorten),
-    }
-    given["seed"] = recipe.seed + (args.start is not None)
+    shortened, seed = args.shorten and tuple(args.shorten), recipe.seed + (args.start is not None)
+    given = {"total_tokens": args.total_tokens, "start": args.start, "shortened": shortened, "seed": seed}
     recipe = dataclasses.replace(recipe, **{name: value for name, value in given.items() if value is not None})
     torch.set_num_threads(args.threads)
     try:

@@ -291,12 +291,11 @@ def one_run(folder: Path, windows: int) -> dict[str, float | int]:
         heads = [sweeping.start("shared", 2)]
         at_the_end.callback(lambda: heads[-1].kill())
 
-        def slurm_does(*words: str) -> None:
-            subprocess.run(words, env=environment, capture_output=True, check=True)
+        def slurm_does(*words: str, check: bool = True) -> str:
+            return subprocess.run(words, env=environment, capture_output=True, text=True, check=check).stdout
 
         def jobs() -> list[str]:
-            asked = ["squeue", "--noheader", "--array", "--states=RUNNING", "--format=%i"]
-            return subprocess.run(asked, env=environment, capture_output=True, text=True).stdout.split()
+            return slurm_does("squeue", "--noheader", "--array", "--states=RUNNING", "--format=%i", check=False).split()
 
         def more_blocks() -> bool:
             """Wait for some blocks, and say whether the run is over; the command goes on where its workers are gone."""
@@ -334,8 +333,7 @@ def one_run(folder: Path, windows: int) -> dict[str, float | int]:
         def the_node() -> None:
             slurm_does("scontrol", "update", f"NodeName={HOST}", "State=DOWN", "Reason=trial")
             time.sleep(3)
-            with suppress(subprocess.CalledProcessError):  # it came back by itself
-                slurm_does("scontrol", "update", f"NodeName={HOST}", "State=RESUME")
+            slurm_does("scontrol", "update", f"NodeName={HOST}", "State=RESUME", check=False)  # it may come back by itself
 
         for kill in (the_worker, the_head, the_memory, the_node, the_time):
             over = more_blocks()

@@ -315,13 +315,9 @@ class Evaluation:
 
     def ap_by_class(self, *, recycled: bool = True, strict: bool = True, scenes: np.ndarray | None = None) -> list[float]:
         """Of each of `CLASSES`."""
-        n = len(self.tokens)
-        drawn = np.ones(n, dtype=np.int64) if scenes is None else np.bincount(scenes, minlength=n)
-        pooled = self._pooled[recycled, strict]
-        return [
-            average_precision(scores, right, int((n_boxes * drawn).sum()), drawn[scene])
-            for scores, right, scene, n_boxes in pooled
-        ]
+        drawn = np.bincount(np.arange(len(self.tokens)) if scenes is None else scenes, minlength=len(self.tokens))
+        each = ((one, drawn[one[2]], int((one[3] * drawn).sum())) for one in self._pooled[recycled, strict])
+        return [average_precision(scores, right, n, times) for (scores, right, *_), times, n in each]
 
     @cached_property
     def _pooled(self) -> dict[tuple[bool, bool], list[tuple[np.ndarray, ...]]]:

@@ -472,11 +472,8 @@ def power_law(x: Sequence[float], y: Sequence[float]) -> Row:
 
 def fits(frame: pd.DataFrame) -> list[Row]:
     """Power laws of time: against length, and against depth, for each way."""
-    return [
-        {"axis": axis, "way": way} | power_law(mine[axis], mine["ms"])
-        for axis in ("sequence", "layers")
-        for way, mine in frame[frame["axis"] == axis].groupby("way", sort=False)
-    ]
+    groups = frame.groupby(["axis", "way"], sort=False)
+    return [{"axis": axis, "way": way} | power_law(mine[axis], mine["ms"]) for (axis, way), mine in groups]
 
 
 def scaling(o: Options) -> Figure:
@@ -510,30 +507,25 @@ def scaling(o: Options) -> Figure:
 # -- one prompt, by its length ----------------------------------------------------------------------------------------------------
 
 
-def kept_at_the_work_of(model: PreTrainedModel, schedule: Schedule, tokens: int) -> int:
-    """How many tokens of a prompt a truncation keeps that takes no more operations than the schedule."""
-    arch = architecture_of(model)
-    left = (1 - saved_pct(arch, schedule, tokens) / 100) * LayerWork(1, tokens, None).flops(arch)
-    return max(n for n in range(1, tokens) if n == 1 or LayerWork(1, n, None).flops(arch) <= left)
-
-
 def length_point(tokens: int, o: Options) -> list[Row]:
     """Times over dense inference's at one length: of the prompt until its first token, and of a further token."""
     model = model_of(shared.SHAPES[o.shape], o.layers, tokens + o.new_tokens, dtype=getattr(torch, o.dtype), device=o.device)
-    schedule, module = in_two_stages(model, tokens)
-    ids, kept = random_ids(1, tokens, device=o.device), kept_at_the_work_of(model, schedule, tokens)
+    (schedule, module), arch = in_two_stages(model, tokens), architecture_of(model)
+    # As many tokens of the prompt as take no more operations than the schedule.
+    left = (1 - saved_pct(arch, schedule, tokens) / 100) * LayerWork(1, tokens, None).flops(arch)
+    kept = max(n for n in range(1, tokens) if n == 1 or LayerWork(1, n, None).flops(arch) <= left)
+    ids = random_ids(1, tokens, device=o.device)
     ways = {"dense": Way(model, None), "predicted": Way(model, [module]), "truncated": Way(model, [PromptTruncation(keep=kept)])}
     asked = {"first token": prompt(ids, use_cache=True, logits_to_keep=1), "further token": further_tokens(ids, o.new_tokens)}
     found = []
     for what, passes in asked.items():
         times, executed = in_turns(ways, passes, o)
-        first = what == "first token"
         for way, samples in times.items():
+            n, work = (1, executed[way] / executed["dense"]) if what == "first token" else (o.new_tokens, math.nan)
             ratio = times.ratio(way, to="dense")
             found.append({
-                "tokens": tokens, "what": what, "way": way, "ms": samples.median / (1 if first else o.new_tokens), "time_of_dense": ratio.median, "low": ratio.low,
-                "high": ratio.high, "noise_floor_pct": times.noise_floor_pct, "flops_of_dense": executed[way] / executed["dense"] if first else math.nan,
-                "schedule": str(schedule), "kept": kept,
+                "tokens": tokens, "what": what, "way": way, "ms": samples.median / n, "time_of_dense": ratio.median, "low": ratio.low,
+                "high": ratio.high, "noise_floor_pct": times.noise_floor_pct, "flops_of_dense": work, "schedule": str(schedule), "kept": kept,
             } | _load(times))  # fmt: skip
     return found
 
@@ -815,7 +807,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run, output, options = BENCHMARKS[name]
     o, began = shared.parsed(name, __doc__, options, words, output), time.monotonic()
     if name == "all":
-        return all_parts(o)
+        return run(o)
     if name in PICTURES:
         figure = run(o)
         figure.write(o.output)

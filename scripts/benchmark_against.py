@@ -34,8 +34,7 @@ from benchmarking import RESULTS, ROOT, SHAPES, Option, Row, environment, model_
 
 # The class of quicksilver.modules and its options; None: no module. Under plain, the package is not used at all.
 MODULES: Mapping[str, tuple[str, Mapping[str, Any]] | None] = {
-    "plain": None,
-    "no module": None,
+    **dict.fromkeys(("plain", "no module")),
     "halting, half depth": ("StaticDepth", {"depth": 0.5, "missing_kv": "project"}),
     "KV skipping, half depth": ("StaticDepth", {"depth": 0.5, "missing_kv": "drop"}),
     "fusion": ("TokenFusion", {"rule": "capacity", "fused_share": 0.3, "start": 1 / 3}),

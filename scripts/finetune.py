@@ -186,12 +186,6 @@ def accuracy(model: Any, data: list[Encoded]) -> float:
     return right / len(data)
 
 
-def optimizers(model: torch.nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    hidden, rest = training_loop.hidden_matrices_and_rest(model)
-    groups = [{"params": hidden, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    return [torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.98))]
-
-
 def with_lora(model: Any, rank: int) -> Any:
     """The model with low-rank updates of all its matrices, which alone are trained; `merge_and_unload` gives a plain one back."""
     try:
@@ -347,6 +341,9 @@ def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes
     steps = recipe.falls[-1][1] if recipe.falls else len(every)
     smooth: float | None = None  # share of right answers
     began, first = time.monotonic(), -1
+    hidden, rest = training_loop.hidden_matrices_and_rest(model)
+    groups = [{"params": hidden, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    optims = [torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.98))]
 
     def losses(step: int) -> Iterator[tuple[torch.Tensor, float]]:
         nonlocal smooth, first
@@ -364,18 +361,15 @@ def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes
             print(json.dumps({**history[-1], "tokens_per_s": seen / (time.monotonic() - began)}), flush=True)
 
     done, history, _ = training_loop.run(
-        model, optimizers(model, recipe), work, partial(check_recipe, recipe), recipe=recipe, name=folder.name, steps=steps,
+        model, optims, work, partial(check_recipe, recipe), recipe=recipe, name=folder.name, steps=steps,
         lr_scale=lambda step: recipe.lr_scale(step, len(every)), losses=losses, note=note, save_every=SAVED_EVERY, minutes=minutes,
     )  # fmt: skip
-    if done == steps and out is not None:
-        plain = model if adapted is None else adapted.merge_and_unload()
-        export(plain, folder, out, recipe, history, {name: len(rows) for name, rows in data.items()})
-
-
-def export(model: Any, base: Path, out: Path, recipe: Recipe, history: list[Any], rows: dict[str, int]) -> None:
-    """The model in bfloat16 with its tokenizer, training.json, the learning curve and a card."""
-    model.to(torch.bfloat16).save_pretrained(out)
-    for path in base.glob("tokenizer*.json"):
+    if done < steps or out is None:
+        return
+    # The model in bfloat16 with its tokenizer, training.json, the learning curve and a card.
+    plain, rows = adapted.merge_and_unload() if adapted else model, {name: len(rows) for name, rows in data.items()}
+    plain.to(torch.bfloat16).save_pretrained(out)
+    for path in folder.glob("tokenizer*.json"):
         (out / path.name).write_bytes(path.read_bytes())
     told = {"recipe": dataclasses.asdict(recipe), "rows": rows, "history": history, "torch": torch.__version__}
     (out / "training.json").write_text(json.dumps(told, indent=1) + "\n")

@@ -232,14 +232,11 @@ def _parts(each: pd.DataFrame) -> pd.DataFrame:
     found = wide.loc[sorted(order, key=lambda part: not part.startswith(IN_ENCODER))].reset_index()
     inside = found["part"].str.startswith(IN_ENCODER)
     found["section"] = inside.map({True: "Encoder", False: "Around it"})
-    found["what"] = [_what(one) for one in found["part"]]
+    layer = lambda part: f"{LAYER}{int(part.removeprefix(LAYER)) + 1}"
+    found["what"] = [layer(one) if one.startswith(LAYER) else MEANS.get(one, one) for one in found["part"]]
     layers = _sum(found[found["part"].str.startswith(LAYER)], "Encoder", "all layers")
     encoder, whole = _sum(found[inside], "Encoder", "the whole encoder"), _sum(found, "Around it", "points to boxes")
     return pd.concat([found[inside], layers, encoder, found[~inside], whole], ignore_index=True).assign(panel=PARTS)
-
-
-def _what(part: str) -> str:
-    return f"{LAYER}{int(part.removeprefix(LAYER)) + 1}" if part.startswith(LAYER) else MEANS.get(part, part)
 
 
 def _sum(rows: pd.DataFrame, section: str, what: str) -> pd.DataFrame:
@@ -367,8 +364,7 @@ def _at_half(frame: pd.DataFrame, detector: str, **values: object) -> pd.DataFra
 
 
 def _gap(detector: str, against: str, recycled: bool) -> Estimate | None:
-    apart = frame("differences")
-    if apart.empty:
+    if (apart := frame("differences")).empty:
         return None
     (one,) = _at_half(apart, detector, policy="learned", against=against, recycled=recycled).itertuples()
     return Estimate(one.difference, one.low, one.high)

@@ -213,10 +213,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     o = shared.parsed("gpu", __doc__, OPTIONS, words, None if dry else shared.RESULTS / "benchmark_gpu.json", **dry)
     if on_cuda(o.device) and not torch.cuda.is_available():
         raise QuickSilverError("this machine has no CUDA device that torch can use; --dry-run tries every step without one.")
-    found: list[Row] = []
+    found = list[Row]()
     with tempfile.TemporaryDirectory() as folder:
-        output = o.output or Path(folder) / "benchmark_gpu.json"
-        around = shared.environment(o.device)
+        output, around = o.output or Path(folder) / "benchmark_gpu.json", shared.environment(o.device)
         for row in rows_of(o):
             found.append(row)
             shared.save(output, around, o, findings=found)  # what was measured stays, whatever comes next

@@ -226,8 +226,8 @@ def sentences_of(task: TaskConfig, found: Sequence[Example]) -> list[str]:
 def taught(data: list[Encoded], sentences: list[str], recipe: Recipe) -> list[Encoded]:
     """Rows with what the recipe wants to know of their sentences."""
     if recipe.distil:
-        if len(data[0].words) != 2:
-            raise SystemExit(f"--distil takes tasks of two labels, and one of one sentence has {len(data[0].words)}.")
+        if (labels := len(data[0].words)) != 2:
+            raise SystemExit(f"--distil takes tasks of two labels, and one of one sentence has {labels}.")
         answers, gold = out_of_fold(sentences, [e.gold for e in data], recipe.seed), np.eye(2)
         targets = [(1 - recipe.distil) * gold[e.gold] + recipe.distil * answer for e, answer in zip(data, answers, strict=True)]
         data = [dataclasses.replace(e, targets=mixed) for e, mixed in zip(data, targets, strict=True)]
@@ -434,27 +434,26 @@ The base model, its data and its limits: ../{recipe.base}/README.md.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("base")
-    parser.add_argument("--tasks", nargs="+", required=True, metavar="TASK=EPOCHS")
-    parser.add_argument("--data-root", type=Path, default=DATA)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--threads", type=int, default=1)
-    falls = "steps between which the learning rate falls to 0"
-    parser.add_argument("--falls", nargs="*", default=[], metavar="FROM-TO", help=falls)
-    parser.add_argument("--minutes", type=float, default=1e9)
+    ask = parser.add_argument
+    ask("base")
+    ask("--tasks", nargs="+", required=True, metavar="TASK=EPOCHS")
+    ask("--data-root", type=Path, default=DATA)
+    ask("--work", type=Path, required=True)
+    ask("--out", type=Path)
+    ask("--threads", type=int, default=1)
+    ask("--falls", nargs="*", default=[], metavar="FROM-TO", help="steps between which the learning rate falls to 0")
+    ask("--minutes", type=float, default=1e9)
     plain = [f for f in dataclasses.fields(Recipe) if f.name not in ("base", "epochs", "falls")]
     for f in plain:
-        parser.add_argument(f"--{f.name.replace('_', '-')}", type=type(f.default), default=f.default)
+        ask(f"--{f.name.replace('_', '-')}", type=type(f.default), default=f.default)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     try:
         epochs = {name: float(n) for name, n in (word.split("=") for word in args.tasks)}
     except ValueError as error:
         raise SystemExit(f"--tasks takes TASK=EPOCHS, such as sst2=3, not {' '.join(args.tasks)!r}.") from error
-    given = {f.name: getattr(args, f.name) for f in plain}
     falling = tuple((int(first), int(last)) for first, last in (fall.split("-") for fall in args.falls))
-    recipe = Recipe(args.base, epochs, **given, falls=falling)
+    recipe = Recipe(args.base, epochs, **{f.name: getattr(args, f.name) for f in plain}, falls=falling)
     torch.manual_seed(recipe.seed)
     try:
         train(recipe, args.data_root, args.work, args.out, args.minutes)

@@ -96,14 +96,13 @@ def build(project: str, entity: str, site: Collection, workspaces: Any) -> Any:
         "pictures": lambda title, keys: workspaces.MediaBrowser(title=title, media_keys=list(keys)),
     }
     blocks = [workspaces.TableOfContents()]
-    for section in outline(site):
-        blocks.append(workspaces.H1(text=section.title))
-        blocks += [workspaces.MarkdownBlock(text=section.text)] if section.text else []
-        if section.panels:
-            chosen = {"filters": f'Metric("group") == "{section.sweep}"'} if section.sweep else {}
-            runs = workspaces.Runset(**where, name=section.sweep or "all runs", **chosen)
-            panels = [kinds[kind](title, keys) for kind, title, keys in section.panels]
-            blocks.append(workspaces.PanelGrid(runsets=[runs], panels=panels))
+    for title, text, specs, sweep in outline(site):
+        blocks.append(workspaces.H1(text=title))
+        blocks += [workspaces.MarkdownBlock(text=text)] if text else []
+        if specs:
+            chosen = {"filters": f'Metric("group") == "{sweep}"'} if sweep else {}
+            runs = workspaces.Runset(**where, name=sweep or "all runs", **chosen)
+            blocks.append(workspaces.PanelGrid(runsets=[runs], panels=[kinds[kind](name, keys) for kind, name, keys in specs]))
     return workspaces.Report(**where, title=TITLE, blocks=blocks)
 
 

@@ -12,6 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from graphlib import TopologicalSorter
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -215,16 +216,14 @@ class SeedRuns:
         for name in ("no_layers", "control", "longer"):
             yield name, "dense", 0.0, self._measured(self.train(name))
         rates: dict[float, list[float]] = {}
-        for name in LEARNED:
-            for one in self._learned(name, dense=name not in ("uniform", "frozen")):
-                if one[:2] == ("box", "learned"):
-                    rates[one[2]] = halted_shares(one[3])
-                yield one
+        for one in (one for name in LEARNED for one in self._learned(name, dense=name not in ("uniform", "frozen"))):
+            if one[:2] == ("box", "learned"):
+                rates[one[2]] = halted_shares(one[3])
+            yield one
         box, control = self.train("box"), self.train("control")
         yield "box", "resumed", 0.5, self._measured(box, gated(box, 0.5, layers=self.plan.shape.layers - 2, resume_layers=1))
-        for name in RULES:
-            for threshold, shares in rates.items():
-                yield name, name, threshold, self._measured(self.train(name), ruled(name, shares))
+        for name, (threshold, shares) in product(RULES, rates.items()):
+            yield name, name, threshold, self._measured(self.train(name), ruled(name, shares))
         for depth in STATIC_DEPTHS:
             yield "static", "static", depth, self._measured(control, static(depth))
         if "taught" in more:
@@ -423,8 +422,7 @@ class Workers:
         """Train these parts of every seed, and what they start from, none before that; finished ones are not repeated."""
         order = TopologicalSorter({(seed, part): [(seed, need) for need in needs(part)] for seed, part in tasks(seeds, parts)})
         order.prepare()
-        running: dict[Future[None], Task] = {}
-        done, n = 0, len(tasks(seeds, parts))
+        running, done, n = dict[Future[None], Task](), 0, len(tasks(seeds, parts))
         while order.is_active():
             running |= {self._pool.submit(_called, _train, *task): task for task in order.get_ready()}
             for future in wait(running, return_when=FIRST_COMPLETED).done:

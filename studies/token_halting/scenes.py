@@ -139,8 +139,7 @@ class SceneMaker:
             else:  # a bin, lower than a pedestrian
                 wanted.append((-1, (uniform(0.5, 1.0), uniform(0.5, 0.9), uniform(0.7, 1.2)), 0.0))
         solids: list[tuple[float, ...]] = []
-        kinds, rough = [], []
-        extent = self.grid.extent_m
+        kinds, rough, extent = [], [], self.grid.extent_m
         for kind, (length, width, height), roughness in wanted:
             reach = 0.5 * math.hypot(length, width)
             for _ in range(20):  # as many tries; a crowded scene has fewer

@@ -47,7 +47,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ from quicksilver.experiments.drawing import look
 from quicksilver.fitting.schedules import TILE, saved_pct
 from quicksilver.measure.latency import Alternation
 from quicksilver.modules import AdaptiveQuantization, ExponentialDecay, Halting, KVSkipping, StaticDepth, TokenFusion
-from quicksilver.modules.fitted import MODELS_FOLDER, BoundTranslator, ModelShape, Translator, model_digest
+from quicksilver.modules.fitted import MODELS_FOLDER, ModelShape, Translator, model_digest
 from quicksilver.modules.kernels import FastestLinear
 from quicksilver.modules.staged_halting import Schedule, schedules_of, shipped_with_schedules
 from quicksilver.report.figure import Figure, panels, style
@@ -75,6 +76,7 @@ from quicksilver.runtime.ledger import LayerWork
 from quicksilver.runtime.quantized.kernels import KERNELS, Kind, choose
 
 LAYERS_OF_WIDE = 4  # of shapes wider than --width: a pass of 8 × 512 tokens takes half a minute
+HALF_DEPTH = StaticDepth(depth=0.5, missing_kv="drop")
 PAPER_LAYERS, PAPER_ALPHA = 36, 0.07  # gpt2-large; App. J: alpha from 0.05 to 0.1
 ALPHAS = (0.05, 0.1)  # per layer, App. J
 PHASES = ("prefill", "decode")
@@ -89,10 +91,9 @@ Options = argparse.Namespace
 class Bench:
     """Models of random weights and their input, in one number format."""
 
-    def __init__(self, options: Options, dtype: str) -> None:
-        self.options, self.dtype = options, getattr(torch, dtype)
-        self.ids = random_ids(options.batch, options.sequence, vocabulary=options.vocabulary, device=options.device)
-        self.prompt = prompt(self.ids, use_cache=False)
+    def __init__(self, o: Options, dtype: str) -> None:
+        self.options, self.dtype = o, getattr(torch, dtype)
+        self.ids = random_ids(o.batch, o.sequence, vocabulary=o.vocabulary, device=o.device)
 
     def model(self, layers: int, shape: Shape | None = None) -> PreTrainedModel:
         o = self.options
@@ -100,14 +101,12 @@ class Bench:
         return model_of(shape, layers, o.sequence + o.new_tokens, vocabulary=o.vocabulary, dtype=self.dtype, device=o.device)
 
     def against_plain(
-        self, model: PreTrainedModel, ways: Mapping[str, Way], asked: Sequence[Asked], passes: Passes | None = None, **details: Any
+        self, model: PreTrainedModel, ways: Mapping[str, Way], *asked: Asked, passes: Passes | None = None, **details: Any
     ) -> list[Row]:  # fmt: skip
-        """What was asked of these ways, in turns with the plain model."""
-        times, executed = in_turns({"plain": Way(model, None), **ways}, passes or self.prompt, self.options)
+        """What was asked of these ways, in turns with the plain model; passes: the prompt's, unless given."""
+        passes = passes or prompt(self.ids, use_cache=False)
+        times, executed = in_turns({"plain": Way(model, None), **ways}, passes, self.options)
         return findings({}, times, executed, asked, **details)
-
-
-HALF_DEPTH = StaticDepth(depth=0.5, missing_kv="drop")
 
 
 def no_module(bench: Bench) -> list[Row]:
@@ -117,7 +116,7 @@ def no_module(bench: Bench) -> list[Row]:
         equal = float(torch.equal(plain, model(bench.ids, use_cache=False).logits))
     asked = Asked("no module", "slower than the plain model, %", shared.SLOWER_PCT, ("at most", 1.0))
     identical = shared.finding({}, "logits bit-identical (1: yes)", [equal], ("at least", 1.0))
-    return [*bench.against_plain(model, {"no module": Way(model)}, [asked]), identical]
+    return [*bench.against_plain(model, {"no module": Way(model)}, asked), identical]
 
 
 def policies(bench: Bench, layers: int, made: Mapping[str, RuntimeModule], kinds: Sequence[str], **details: Any) -> list[Row]:
@@ -129,7 +128,7 @@ def policies(bench: Bench, layers: int, made: Mapping[str, RuntimeModule], kinds
             asked.append(Asked(way, f"deciding costs, %: {name}", shared.SLOWER_PCT, ("at most", 2.0)))
         else:
             asked.append(Asked(way, f"realization ratio, {name} ({{saved}} of FLOPs saved)", shared.REALIZED, ("at least", 0.95)))
-    return bench.against_plain(model, ways, asked, **details, layers=layers)
+    return bench.against_plain(model, ways, *asked, **details, layers=layers)
 
 
 def decay(bench: Bench) -> list[Row]:
@@ -157,21 +156,16 @@ def decide(bench: Bench) -> list[Row]:
     return policies(bench, bench.options.layers, made, ("decide",))
 
 
-def random_translator(model: PreTrainedModel, source_layer: int) -> BoundTranslator:
-    """A map of the right shape: what it costs does not depend on what it predicts."""
-    architecture = architecture_of(model)
-    shape = ModelShape.of(architecture)
-    sizes = (1 + shape.width, shape.n_layers - 1 - source_layer, 2, shape.n_kv_heads, shape.head_dim)
-    weight = 0.02 * torch.randn(sizes, generator=torch.Generator().manual_seed(0))
-    return Translator(source_layer, weight, shape, model_digest(model)).bound(architecture)
-
-
 def in_two_stages(model: PreTrainedModel, tokens: int) -> tuple[Schedule, RuntimeModule]:
     """A fifth of the prompt dropped early, nearly all others stopped at 5/8 of the depth, with random maps."""
-    layers = model.config.num_hidden_layers
+    architecture = architecture_of(model)
+    shape, layers = ModelShape.of(architecture), architecture.n_layers
     drop, predict = max(1, round(layers * 3 / 16)), max(2, round(layers * 5 / 8))
     schedule = Schedule(drop, 0.2, predict, protect_last=min(28, tokens // 8), tile=TILE)
-    return schedule, schedule.halting(translator=random_translator(model, predict))
+    # A map of the right shape: what it costs does not depend on what it predicts.
+    sizes = (1 + shape.width, layers - 1 - predict, 2, shape.n_kv_heads, shape.head_dim)
+    weight = 0.02 * torch.randn(sizes, generator=torch.Generator().manual_seed(0))
+    return schedule, schedule.halting(translator=Translator(predict, weight, shape, model_digest(model)).bound(architecture))
 
 
 def further_tokens(ids: torch.Tensor, n: int) -> Passes:
@@ -195,11 +189,11 @@ def predicted(bench: Bench) -> list[Row]:
             made = {f"{name}, its {100 * share:g}%, {schedule}": schedule.halting() for share, schedule in schedules.items()}
         for what, module in made.items():
             ways = {"predicted": Way(model, [module])}
-            for said, value, bound, passes in (
-                (f"realization ratio, {what} ({{saved}} of FLOPs saved)", shared.REALIZED, ("at least", 0.9), None),
-                (f"decoding after it, slower, %: {what}", shared.SLOWER_PCT, ("at most", 1.5), after),
-            ):
-                found += bench.against_plain(model, ways, [Asked("predicted", said, value, bound)], passes, layers=layers)
+            realized = f"realization ratio, {what} ({{saved}} of FLOPs saved)"
+            prompts = Asked("predicted", realized, shared.REALIZED, ("at least", 0.9))
+            tokens = Asked("predicted", f"decoding after it, slower, %: {what}", shared.SLOWER_PCT, ("at most", 1.5))
+            found += bench.against_plain(model, ways, prompts, layers=layers)
+            found += bench.against_plain(model, ways, tokens, passes=after, layers=layers)
     return found
 
 
@@ -212,19 +206,18 @@ def generate(bench: Bench) -> list[Row]:
         return (lambda: (begin(), model.generate(ids, attention_mask=torch.ones_like(ids), **new)),)
 
     said, ways, bound = "no module: tokens per second, {}, of the plain model's", {"no module": Way(model)}, ("at least", 0.98)
-    found = bench.against_plain(model, ways, [Asked("no module", said.format("whole call"), shared.TIMES_AS_FAST, bound)], whole)
-    asked = (
-        Asked("no module", said.format("decoding alone"), shared.TIMES_AS_FAST, bound),
-        Asked("half depth", "half depth: share of the FLOPs saved ({saved}) that time per token falls by", shared.REALIZED, ("at least", 0.85)),
-    )  # fmt: skip
+    calls, decoded = (Asked("no module", said.format(of), shared.TIMES_AS_FAST, bound) for of in ("whole call", "decoding alone"))
+    found = bench.against_plain(model, ways, calls, passes=whole)
+    realized = "half depth: share of the FLOPs saved ({saved}) that time per token falls by"
+    half, passes = Asked("half depth", realized, shared.REALIZED, ("at least", 0.85)), shared.decoding(ids, o.new_tokens - 1)
     ways["half depth"] = Way(model, [HALF_DEPTH])
-    return found + bench.against_plain(model, ways, asked, shared.decoding(ids, o.new_tokens - 1), layers=o.layers)
+    return found + bench.against_plain(model, ways, decoded, half, passes=passes, layers=o.layers)
 
 
 def repeat(bench: Bench) -> list[Row]:
     model = bench.model(bench.options.layers)
-    asked = [Asked("half depth", "", shared.TIME)]
-    series = [bench.against_plain(model, {"half depth": Way(model, [HALF_DEPTH])}, asked)[0] for _ in range(3)]
+    ways, asked = {"half depth": Way(model, [HALF_DEPTH])}, Asked("half depth", "", shared.TIME)
+    series = [bench.against_plain(model, ways, asked)[0] for _ in range(3)]
     ratios = [one["value"] for one in series]
     spread = 100 * (max(ratios) - min(ratios)) / statistics.median(ratios)
     noisiest = max(series, key=lambda one: one["noise_floor"] or 0.0)
@@ -284,10 +277,9 @@ def quantized_models(o: Options, layers: int) -> dict[str, Way]:
     single = model_of(Shape("given", o.family, o.width, o.heads, inner, layers), layers, o.sequence + o.context + 1024)
     half: Any = copy.deepcopy(single)
     ways: dict[str, dict[str, Any]] = {
-        "int8 from half depth": {"depth": 0.5},
-        "int8 from half depth, K/V as they are": {"depth": 0.5, "kv": False},
+        "int8 from half depth": {"depth": 0.5}, "int8 from half depth, K/V as they are": {"depth": 0.5, "kv": False},
         "int8 from the second layer on": {"depth": 0.0},
-    }
+    }  # fmt: skip
     found: dict[str, Way] = {}
     for dtype, model in {"float32": single, "bfloat16": half.to(torch.bfloat16)}.items():
         found[dtype] = Way(model)
@@ -326,14 +318,10 @@ def quantization(o: Options) -> Iterator[Row]:
 
 def mechanisms(phase: str, rates: Sequence[float], layers: int) -> dict[str, RuntimeModule]:
     """What is timed against dense inference, by name; `halting` with each of its rates."""
-    once: dict[str, Any] = {"rule": "capacity", "signal": "random", "schedule": "one_shot", "missing_kv": "drop"}
-
-    def halting(rate: float) -> RuntimeModule:
-        if phase == "decode":
-            return StaticDepth(depth=1 - rate, missing_kv="drop")
-        return Halting(halted_share=rate, window=(0.0, 1 / layers), resume_layers=0, **once)
-
-    return {f"halting {rate:.0%}": halting(rate) for rate in rates} | {
+    how: dict[str, Any] = {"rule": "capacity", "signal": "random", "schedule": "one_shot", "missing_kv": "drop"}
+    once = partial(Halting, window=(0.0, 1 / layers), resume_layers=0, **how)
+    made = (StaticDepth(depth=1 - rate, missing_kv="drop") if phase == "decode" else once(halted_share=rate) for rate in rates)
+    return {f"halting {rate:.0%}": module for rate, module in zip(rates, made, strict=True)} | {
         "kv skipping 50%": KVSkipping(criterion="attention", skipped_share=0.5, min_depth=0.0),
         "fusion 30%": TokenFusion(rule="capacity", tau_fuse=None, criterion="random", fused_share=0.3, start=0.0),
         "int8": AdaptiveQuantization(bits=8, execution="int8", depth=0.0),
@@ -357,13 +345,14 @@ def cell_of(model: PreTrainedModel, shape: Shape, phase: str, batch: int, sequen
     times, _ = in_turns({"dense": Way(model, None), **ways}, passes, o)
     noise = times.noise_floor or 0.0
     around = {"noise_floor_pct": 100 * noise, "dense_ms": times["dense"].median, **_load(times)}
-    rows = []
-    for name in ways:
-        ratio = times.ratio(name, to="dense")
-        verdict = "pays" if ratio.high < 1 - noise else "costs" if ratio.low > 1 + noise else "within noise"
-        rows.append(place | {"mechanism": name, "status": "measured", "verdict": verdict, "time_saved_pct": 100 * (1 - ratio.median),
-                             "time_saved_pct_low": 100 * (1 - ratio.high), "time_saved_pct_high": 100 * (1 - ratio.low)} | around)  # fmt: skip
-    return rows
+    return [
+        place | {
+            "mechanism": name, "status": "measured",
+            "verdict": "pays" if ratio.high < 1 - noise else "costs" if ratio.low > 1 + noise else "within noise",
+            "time_saved_pct": 100 * (1 - ratio.median), "time_saved_pct_low": 100 * (1 - ratio.high),
+            "time_saved_pct_high": 100 * (1 - ratio.low),
+        } | around for name in ways for ratio in [times.ratio(name, to="dense")]
+    ]  # fmt: skip
 
 
 def _load(times: Alternation) -> Row:
@@ -393,13 +382,13 @@ def break_even_rates(frame: pd.DataFrame) -> list[Row]:
 def draw_break_even(frame: pd.DataFrame, o: Options) -> Figure:
     """A map for each phase and shape: a line a batch and sequence, a column a mechanism."""
     there = frame[frame["status"] == "measured"]
-    shapes, phases, names = (list(dict.fromkeys(there[column])) for column in ("shape", "phase", "mechanism"))
+    shapes, phases, names = (list(there[column].unique()) for column in ("shape", "phase", "mechanism"))
     with style():
         drawing, axes = panels(len(phases), len(shapes), size=(1.2 + 2.9 * len(shapes), 1.0 + 2.3 * len(phases)), sharex=True)
         for plot, (phase, shape) in zip(axes.flat, product(phases, shapes), strict=True):
             cells = there[(there["phase"] == phase) & (there["shape"] == shape)]
             lines = list(dict.fromkeys(zip(cells["batch"], cells["sequence"], strict=True)))
-            plot.set_title(f"{shape}, {phase}")
+            plot.set(title=f"{shape}, {phase}", ylabel="batch × tokens" if shape == shapes[0] else "")
             plot.grid(visible=False)
             if not lines:
                 plot.text(0.5, 0.5, "left out", ha="center", transform=plot.transAxes)
@@ -414,8 +403,6 @@ def draw_break_even(frame: pd.DataFrame, o: Options) -> Figure:
                 plot.text(names.index(cell["mechanism"]), at, said, ha="center", va="center", size=8, color=colour)
             plot.set_yticks(range(len(lines)), [f"{batch} × {sequence}" for batch, sequence in lines])
             plot.set_xticks(range(len(names)), names, rotation=60, ha="right")
-            if shape == shapes[0]:
-                plot.set_ylabel("batch × tokens")
         drawing.colorbar(drawn, ax=axes, label="time saved, % of dense (more is better)", shrink=0.8)
     caption = (
         f"Random weights of the true widths, {o.layers} layers, float32; {STEPS} tokens after each prompt in decode. Percent of dense time "
@@ -448,6 +435,14 @@ def break_even(o: Options) -> Figure:
 # -- scaling ---------------------------------------------------------------------------------------------------------------------
 
 
+def _along(plot: Any, words: Iterable[str], ticks: Sequence[float], **labels: str) -> None:
+    """A logarithmic axis with these ticks, and what stands beside the axes."""
+    plot.set_xscale("log", base=2)
+    plot.set_xticks(ticks, list(words))
+    plot.set(**labels)
+    plot.legend()
+
+
 def scaling_point(sequence: int, layers: int, o: Options) -> list[Row]:
     """Dense inference and both decays, in turns, at one length and depth."""
     model = model_of(shared.SHAPES[o.shape], layers, sequence, device=o.device)
@@ -477,11 +472,8 @@ def power_law(x: Sequence[float], y: Sequence[float]) -> Row:
 
 def fits(frame: pd.DataFrame) -> list[Row]:
     """Power laws of time: against length, and against depth, for each way."""
-    return [
-        {"axis": axis, "way": way} | power_law(mine[axis], mine["ms"])
-        for axis in ("sequence", "layers")
-        for way, mine in frame[frame["axis"] == axis].groupby("way", sort=False)
-    ]
+    groups = frame.groupby(["axis", "way"], sort=False)
+    return [{"axis": axis, "way": way} | power_law(mine[axis], mine["ms"]) for (axis, way), mine in groups]
 
 
 def scaling(o: Options) -> Figure:
@@ -499,14 +491,10 @@ def scaling(o: Options) -> Figure:
                 law = "" if fit["r_squared"] is None else f": ~ {fit['exponent']:.2f} power, R² {fit['r_squared']:.3f}"
                 bars = look(place, label=f"{fit['way']}{law}", elinewidth=0.7, capsize=2)
                 plot.errorbar(mine[axis], mine["ms"], yerr=mine["iqr_ms"] / 2, **bars)
-            plot.set_xscale("log", base=2)
-            plot.set_yscale("log", base=2)
-            plot.set_xlabel(labels[axis])
-            plot.set_ylabel("time of one pass, ms")
             ticks = sorted(set(frame.loc[frame["axis"] == axis, axis]))
-            plot.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            _along(plot, [f"{tick:g}" for tick in ticks], ticks, xlabel=labels[axis], ylabel="time of one pass, ms")
+            plot.set_yscale("log", base=2)
             plot.yaxis.set_major_formatter("{x:g}")
-            plot.legend()
     caption = (
         f"{o.shape}'s width with random weights, batch {o.batch}, float32; left with {o.fixed_layers} layers, right with "
         f"{o.fixed_sequence} tokens. decay α: N·exp(−αℓ) tokens active in layer ℓ of the true depth ({shared.SHAPES[o.shape].layers} layers), at the "
@@ -519,30 +507,25 @@ def scaling(o: Options) -> Figure:
 # -- one prompt, by its length ----------------------------------------------------------------------------------------------------
 
 
-def kept_at_the_work_of(model: PreTrainedModel, schedule: Schedule, tokens: int) -> int:
-    """How many tokens of a prompt a truncation keeps that takes no more operations than the schedule."""
-    arch = architecture_of(model)
-    left = (1 - saved_pct(arch, schedule, tokens) / 100) * LayerWork(1, tokens, None).flops(arch)
-    return max(n for n in range(1, tokens) if n == 1 or LayerWork(1, n, None).flops(arch) <= left)
-
-
 def length_point(tokens: int, o: Options) -> list[Row]:
     """Times over dense inference's at one length: of the prompt until its first token, and of a further token."""
     model = model_of(shared.SHAPES[o.shape], o.layers, tokens + o.new_tokens, dtype=getattr(torch, o.dtype), device=o.device)
-    schedule, module = in_two_stages(model, tokens)
-    ids, kept = random_ids(1, tokens, device=o.device), kept_at_the_work_of(model, schedule, tokens)
+    (schedule, module), arch = in_two_stages(model, tokens), architecture_of(model)
+    # As many tokens of the prompt as take no more operations than the schedule.
+    left = (1 - saved_pct(arch, schedule, tokens) / 100) * LayerWork(1, tokens, None).flops(arch)
+    kept = max(n for n in range(1, tokens) if n == 1 or LayerWork(1, n, None).flops(arch) <= left)
+    ids = random_ids(1, tokens, device=o.device)
     ways = {"dense": Way(model, None), "predicted": Way(model, [module]), "truncated": Way(model, [PromptTruncation(keep=kept)])}
     asked = {"first token": prompt(ids, use_cache=True, logits_to_keep=1), "further token": further_tokens(ids, o.new_tokens)}
     found = []
     for what, passes in asked.items():
         times, executed = in_turns(ways, passes, o)
-        first = what == "first token"
         for way, samples in times.items():
+            n, work = (1, executed[way] / executed["dense"]) if what == "first token" else (o.new_tokens, math.nan)
             ratio = times.ratio(way, to="dense")
             found.append({
-                "tokens": tokens, "what": what, "way": way, "ms": samples.median / (1 if first else o.new_tokens), "time_of_dense": ratio.median, "low": ratio.low,
-                "high": ratio.high, "noise_floor_pct": times.noise_floor_pct, "flops_of_dense": executed[way] / executed["dense"] if first else math.nan,
-                "schedule": str(schedule), "kept": kept,
+                "tokens": tokens, "what": what, "way": way, "ms": samples.median / n, "time_of_dense": ratio.median, "low": ratio.low,
+                "high": ratio.high, "noise_floor_pct": times.noise_floor_pct, "flops_of_dense": work, "schedule": str(schedule), "kept": kept,
             } | _load(times))  # fmt: skip
     return found
 
@@ -561,11 +544,7 @@ def lengths(o: Options) -> Figure:
             if what == "first token":
                 plot.plot(mine["tokens"], mine["flops_of_dense"], "", color="0.4", label="operations, both")
             plot.axhline(1, color="0.6", linewidth=0.8)
-            plot.set_xscale("log", base=2)
-            plot.set_xticks(o.sequence, [str(tokens) for tokens in o.sequence])
-            plot.set_xlabel("tokens of the prompt")
-            plot.set_ylabel(f"time {title}, over dense")
-            plot.legend()
+            _along(plot, map(str, o.sequence), o.sequence, xlabel="tokens of the prompt", ylabel=f"time {title}, over dense")
     caption = (
         f"One prompt on {o.layers} layers of {o.shape}'s width with random weights, {o.dtype}. predicted: a fifth dropped early, nearly all "
         "others stopped at 5/8 of the depth with K/V predicted. truncated: the newest tokens, at no more operations. Medians and quartiles of "
@@ -573,13 +552,6 @@ def lengths(o: Options) -> Figure:
         machine_of(o),
     )
     return Figure("lengths", "One prompt: time over dense inference's, by its length", frame, drawing, caption)
-
-
-def length_summary(frame: pd.DataFrame) -> list[Row]:
-    """Ratios without the dense rows, which are 1."""
-    columns = ["what", "tokens", "way", "time_of_dense", "low", "high", "flops_of_dense", "noise_floor_pct"]
-    rows = frame[frame["way"] != "dense"][columns].round(3)
-    return rows.rename(columns=str).to_dict("records")
 
 
 # -- lm-evaluation-harness -------------------------------------------------------------------------------------------------------
@@ -634,9 +606,8 @@ def lm_part(part: str, hflm: Any, ours: Any, o: Options) -> Row:
     difference = apart(part, asked(ours)(), asked(hflm)())  # and nothing is cold after it
     round_s = 1.5 * (time.perf_counter() - began)
     rounds = min(max(LEAST_ROUNDS, int(o.seconds / len(o.parts) / round_s)), MOST_ROUNDS)
-    times = shared.timed(
-        {"hflm": (asked(hflm),), "quicksilver": (asked(ours),)}, Options(warmup=0, repeats=rounds, clock=o.clock)
-    )
+    turns = {"hflm": (asked(hflm),), "quicksilver": (asked(ours),)}
+    times = shared.timed(turns, Options(warmup=0, repeats=rounds, clock=o.clock))
     place = {"section": part, "rounds": rounds, "largest difference": difference}
     return findings(place, times, {}, [Asked("quicksilver", "time over HFLM's", shared.TIME, ("at most", 1.05))])[0]
 
@@ -679,19 +650,20 @@ TITLES = {  # of the page, by the beginning of a file's name
     "benchmark_gpu": "On a CUDA device",
     "benchmark": "Runtime",
 }
+LENGTHS = ["what", "tokens", "way", "time_of_dense", "low", "high", "flops_of_dense", "noise_floor_pct"]
 # Title, what is found in the frame beside the picture, and how.
 PICTURES: dict[str, tuple[str, str, Callable[[pd.DataFrame], list[Row]]]] = {
     "break_even": ("Where a mechanism starts to pay", "Halting rate from which more time is saved than noise", break_even_rates),
     "scaling": ("Time against length and depth", "Time ~ axis ^ exponent", fits),
-    "lengths": ("One prompt: time over dense inference's, by its length", "Time over dense inference's", length_summary),
-}
+    # Ratios without the dense rows, which are 1.
+    "lengths": ("One prompt: time over dense inference's, by its length", "Time over dense inference's",
+                lambda frame: frame.loc[frame["way"] != "dense", LENGTHS].round(3).rename(columns=str).to_dict("records")),
+}  # fmt: skip
 
 
 def all_parts(o: Options) -> int:
     shared.say_if_busy()
-    began = time.monotonic()
-    notes: dict[str, str] = {}
-    ran: dict[str, str] = {}
+    began, notes, ran = time.monotonic(), dict[str, str](), dict[str, str]()
     o.output.mkdir(parents=True, exist_ok=True)
     for part in o.only:
         if time.monotonic() - began > 60 * o.minutes:
@@ -699,10 +671,11 @@ def all_parts(o: Options) -> int:
             continue
         print(f"[{part}]", flush=True)
         started, words = time.monotonic(), [*PARTS[part].split(), *getattr(o, part).split()]
-        code = run_part(words, o.output / _written(part))
-        ran[part] = f"{time.monotonic() - started:.0f} s (`benchmark.py {' '.join(words)}`)"
-        if code:
+        own = BENCHMARKS[words[0]][1]  # what has no name of its own is given the folder
+        written = "benchmark_prediction_gpt2-large.json" if part == "prediction" else own.name * (own.suffix == ".json")
+        if code := run_part(words, o.output / written):
             notes[part] = f"{words[0]} ended with exit code {code}"
+        ran[part] = f"{time.monotonic() - started:.0f} s (`benchmark.py {' '.join(words)}`)"
     page = o.output / "README.md"
     page.write_text(markdown(o.output), encoding="utf-8")
     for part, said in ran.items():
@@ -713,17 +686,10 @@ def all_parts(o: Options) -> int:
     return 1 if notes else 0
 
 
-def _written(part: str) -> str:
-    """Where in the folder a part writes; those without a name of their own are given the folder."""
-    written = BENCHMARKS[PARTS[part].split()[0]][1]
-    return "benchmark_prediction_gpt2-large.json" if part == "prediction" else written.name * (written.suffix == ".json")
-
-
 def run_part(words: Sequence[str], output: Path) -> int:
     """Run one part in a process of its own; returns its exit code."""
-    return subprocess.run(
-        [sys.executable, str(Path(__file__).resolve()), *words, "--output", str(output)], cwd=shared.ROOT
-    ).returncode
+    command = [sys.executable, str(Path(__file__).resolve()), *words, "--output", str(output)]
+    return subprocess.run(command, cwd=shared.ROOT).returncode
 
 
 def markdown(output: Path) -> str:
@@ -738,9 +704,8 @@ def markdown(output: Path) -> str:
         sessions.setdefault(re.sub(r"_\d+$", "", path.stem), []).append(json.loads(path.read_text(encoding="utf-8")))
     for stem, contents in sessions.items():
         around, options = contents[0].get("environment", {}), contents[0]["options"]
-        given = ", ".join(
-            f"{name} {' '.join(map(str, value)) if isinstance(value, list) else value}" for name, value in options.items()
-        )
+        told = {name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in options.items()}
+        given = ", ".join(f"{name} {value}" for name, value in told.items())
         named = {"machine": "{}", "threads": "{} threads", "torch": "torch {}", "transformers": "transformers {}"}
         known = [words.format(around[name]) for name, words in named.items() if name in around]
         title = next(title for beginning, title in TITLES.items() if stem.startswith(beginning))
@@ -753,13 +718,8 @@ def markdown(output: Path) -> str:
     for name, (title, said, summary) in PICTURES.items():
         if (output / f"{name}.csv").is_file():
             frame = pd.read_csv(output / f"{name}.csv")
-            parts += [
-                f"## {title}",
-                f"![{title}]({name}.png)",
-                f"{said}:",
-                table(summary(frame), markdown=True),
-                *left_out(frame),
-            ]
+            shown = table(summary(frame), markdown=True)
+            parts += [f"## {title}", f"![{title}]({name}.png)", f"{said}:", shown, *left_out(frame)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -777,9 +737,8 @@ def _findings(sessions: Sequence[Sequence[Row]]) -> list[Row]:
             row |= {"median": f"{values[0]:.4g}{unit}", "quartiles": f"{found[0]['low']:.4g} to {found[0]['high']:.4g}"}
         noise = [one["noise_floor"] for one in found if one.get("noise_floor") is not None]
         reached = all(one["reached"] for one in found) if found[0].get("reached") is not None else None
-        rows.append(
-            row | {"target": found[0].get("target"), "reached": reached, "noise": f"{100 * max(noise):.1f}%" if noise else ""}
-        )
+        row |= {"target": found[0].get("target"), "reached": reached, "noise": f"{100 * max(noise):.1f}%" if noise else ""}
+        rows.append(row)
     return rows
 
 
@@ -848,7 +807,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run, output, options = BENCHMARKS[name]
     o, began = shared.parsed(name, __doc__, options, words, output), time.monotonic()
     if name == "all":
-        return all_parts(o)
+        return run(o)
     if name in PICTURES:
         figure = run(o)
         figure.write(o.output)

@@ -32,12 +32,9 @@ from typing import Any
 import torch
 from benchmarking import RESULTS, ROOT, SHAPES, Option, Row, environment, model_of, parsed, random_ids, save, table
 
-PREFILL, DECODE = "prefill", "decode"
 # The class of quicksilver.modules and its options; None: no module. Under plain, the package is not used at all.
-PLAIN = "plain"
 MODULES: Mapping[str, tuple[str, Mapping[str, Any]] | None] = {
-    PLAIN: None,
-    "no module": None,
+    **dict.fromkeys(("plain", "no module")),
     "halting, half depth": ("StaticDepth", {"depth": 0.5, "missing_kv": "project"}),
     "KV skipping, half depth": ("StaticDepth", {"depth": 0.5, "missing_kv": "drop"}),
     "fusion": ("TokenFusion", {"rule": "capacity", "fused_share": 0.3, "start": 1 / 3}),
@@ -48,7 +45,7 @@ Times = dict[str, dict[str, float]]  # ms by what is timed: prefill and decode
 
 
 class AgainstError(Exception):
-    """What keeps two versions from being compared, for the person at the keyboard."""
+    """What keeps two versions from being compared."""
 
 
 # --- one process: one version ---------------------------------------------------------------------------------------------------
@@ -65,15 +62,13 @@ def timed(options: argparse.Namespace) -> dict[str, Any]:
         raise AgainstError(f"{options.package} was to be timed, and Python found quicksilver in {found}: unset PYTHONSAFEPATH.")
     torch.set_num_threads(options.threads)
     shape = SHAPES[options.shape]
-    layers = min(options.layers, shape.layers)
-    model = model_of(shape, layers, options.tokens + options.new_tokens)
+    model = model_of(shape, min(options.layers, shape.layers), options.tokens + options.new_tokens)
     ids = random_ids(options.batch, options.tokens)
-    times: Times = {}
-    absent: dict[str, str] = {}
+    times, absent = Times(), dict[str, str]()
     for what, made in MODULES.items():
         try:
             module = [] if made is None else [getattr(mechanisms, made[0])(**made[1])]
-            context: Any = nullcontext() if what == PLAIN else apply(model, module)
+            context: Any = nullcontext() if what == "plain" else apply(model, module)
             with torch.inference_mode(), context as run:
                 times[what] = _times(model, ids, options, run)
         except Exception as error:  # an earlier version may know neither the class nor the option
@@ -95,7 +90,7 @@ def _times(model: Any, ids: torch.Tensor, options: argparse.Namespace, run: Any)
         if number >= options.warmup:
             prefill.append(1e3 * (clock[1] - clock[0]))
             decode.append(1e3 * (clock[2] - clock[1]) / options.new_tokens)
-    return {PREFILL: statistics.median(prefill), DECODE: statistics.median(decode)}
+    return {"prefill": statistics.median(prefill), "decode": statistics.median(decode)}
 
 
 # --- both, in turns -------------------------------------------------------------------------------------------------------------
@@ -150,7 +145,7 @@ def compared(rounds: Sequence[Sequence[Times]]) -> list[Row]:
 
     found = []
     there = [what for what in rounds[0][0] if all(what in times for one in rounds for times in one)]
-    for what, phase in product(there, (PREFILL, DECODE)):
+    for what, phase in product(there, ("prefill", "decode")):
         old, new, again = ([times[what][phase] for times in of_version] for of_version in zip(*rounds, strict=True))
         samples = {"old": LatencySamples(old), "new": LatencySamples(new)}
         times = Alternation(samples, control="old", control_ms=again, load_before=0.0, load_after=0.0)
@@ -177,23 +172,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     revision = words.pop(0) if words and not words[0].startswith("-") else None
     options = parsed("against", __doc__, OPTIONS, words, RESULTS / "against.json")
     try:
-        if options.package is not None:
-            print(json.dumps(timed(options)))
-        elif revision is None:
-            raise AgainstError("say which revision this code is compared with, for instance HEAD~20.")
-        else:
+        if options.package is None:
             compare(revision, options)
+        else:
+            print(json.dumps(timed(options)))
     except AgainstError as error:
         print(f"benchmark against: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def compare(revision: str, options: argparse.Namespace) -> None:
+def compare(revision: str | None, options: argparse.Namespace) -> None:
     """Time both versions in turns, print the ratios and write them."""
+    if revision is None:
+        raise AgainstError("say which revision this code is compared with, for instance HEAD~20.")
     around = environment("cpu") | {"threads": options.threads}
-    rounds: list[list[Times]] = []
-    absent: dict[str, str] = {}
+    rounds, absent = list[list[Times]](), dict[str, str]()
     with checked_out(revision) as (there, commit):
         for number in range(options.rounds):
             rounds.append([])

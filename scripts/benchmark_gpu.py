@@ -86,33 +86,30 @@ def invariants(shape: Shape, o: Options) -> list[Row]:
     try:
         plain, halted = model(ids, use_cache=False).logits, logits(causal())
         close = 1e-3 * float(halted.abs().max())  # kernels on a GPU sum in another order for another shape
-        found = {
-            "no module: logits equal": (plain, logits([]), ("at most", 0.0)),
-            "compact = masked": (halted, logits(causal(), execution="masked"), ("at most", close)),
-            "prefill = token by token": (halted, by_token(causal()), ("at most", close)),
-            "alone = in a batch": (halted[1:2], logits(causal(), ids[1:2]), ("at most", close)),
-            "halting changes logits": (halted, plain, ("at least", close)),
-        }
+        found = (
+            ("no module: logits equal", plain, logits([]), ("at most", 0.0)),
+            ("compact = masked", halted, logits(causal(), execution="masked"), ("at most", close)),
+            ("prefill = token by token", halted, by_token(causal()), ("at most", close)),
+            ("alone = in a batch", halted[1:2], logits(causal(), ids[1:2]), ("at most", close)),
+            ("halting changes logits", halted, plain, ("at least", close)),
+        )
     finally:
         torch.set_float32_matmul_precision(before)
-    apart = {what: float((one - other).abs().max()) for what, (one, other, _) in found.items()}
     place = {"section": "invariants", "shape": shape.name}
-    return [shared.finding(place, what, [apart[what]], bound) for what, (_, _, bound) in found.items()]
+    return [shared.finding(place, what, [float((one - other).abs().max())], bound) for what, one, other, bound in found]
 
 
 # -- time ------------------------------------------------------------------------------------------------------------------------
 
 
-def half_halted(layers: int) -> Halting:
-    """Half of a prompt halts at once after a fifth of the depth: static shapes, one decision."""
-    at = max(1, layers // 5) / layers
-    shares: dict[str, Any] = {"rule": "capacity", "signal": "random", "schedule": "one_shot", "halted_share": 0.5}
-    return Halting(**shares, window=(at, min(1.0, at + 1 / layers)), missing_kv="drop", resume_layers=0)
-
-
 def ways_of(part: str, model: PreTrainedModel) -> dict[str, Way]:
     """What a part compares, dense inference first."""
-    half, found = half_halted(model.config.num_hidden_layers), {"dense": Way(model, None)}
+    # Half of a prompt halts at once after a fifth of the depth: static shapes, one decision.
+    layers = model.config.num_hidden_layers
+    at = max(1, layers // 5) / layers
+    shares: dict[str, Any] = {"rule": "capacity", "signal": "random", "schedule": "one_shot", "halted_share": 0.5}
+    half = Halting(**shares, window=(at, min(1.0, at + 1 / layers)), missing_kv="drop", resume_layers=0)
+    found = {"dense": Way(model, None)}
     if part == "prefill":
         decay = ExponentialDecay(alpha=0.07, missing_kv="drop")
         return found | {"no module": Way(model), "decay 0.07": Way(model, [decay]), "half halted at a fifth": Way(model, [half])}
@@ -147,8 +144,8 @@ def measured(part: str, model: PreTrainedModel, place: Row, batch: int, o: Optio
         yield place | {"what": "all", "failed": f"out of memory: {str(error).splitlines()[0]}"}
         return
     tokens = batch * (o.new_tokens if part == "decode" else o.sequence)
-    for name, samples in times.items():
-        (row,) = findings(place, times, executed, [Asked(name, name, TIME)], warnings=times.warnings)
+    rows = findings(place, times, executed, [Asked(name, name, TIME) for name in times], warnings=times.warnings)
+    for samples, row in zip(times.values(), rows, strict=True):
         noise, saved = row["noise_floor"], row["details"]["executed_flops_saved"]
         real = saved > noise and abs(1 - row["value"]) > noise  # a ratio of noise is no ratio
         yield row | {
@@ -216,10 +213,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     o = shared.parsed("gpu", __doc__, OPTIONS, words, None if dry else shared.RESULTS / "benchmark_gpu.json", **dry)
     if on_cuda(o.device) and not torch.cuda.is_available():
         raise QuickSilverError("this machine has no CUDA device that torch can use; --dry-run tries every step without one.")
-    found: list[Row] = []
+    found = list[Row]()
     with tempfile.TemporaryDirectory() as folder:
-        output = o.output or Path(folder) / "benchmark_gpu.json"
-        around = shared.environment(o.device)
+        output, around = o.output or Path(folder) / "benchmark_gpu.json", shared.environment(o.device)
         for row in rows_of(o):
             found.append(row)
             shared.save(output, around, o, findings=found)  # what was measured stays, whatever comes next

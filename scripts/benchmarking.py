@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results" / "benchmarks"
@@ -39,35 +40,26 @@ class Shape(NamedTuple):
     inner: int
     layers: int
 
-    def config(self, layers: int, positions: int, vocabulary: int) -> PretrainedConfig:
-        inner = {"n_inner" if self.family == "gpt2" else "intermediate_size": self.inner}
-        return AutoConfig.for_model(
-            self.family, num_hidden_layers=layers, hidden_size=self.width, num_attention_heads=self.heads, vocab_size=vocabulary,
-            max_position_embeddings=positions, bos_token_id=0, eos_token_id=0, pad_token_id=0, **inner,
-        )  # fmt: skip
 
-
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("tiny", "gpt2", 32, 2, 128, 4),  # for tests
-        Shape("tiny-llama", "llama", 32, 2, 64, 4),
-        Shape("gpt2", "gpt2", 768, 12, 3072, 12),
-        Shape("gpt2-large", "gpt2", 1280, 20, 5120, 36),
-        Shape("tinyllama", "llama", 2048, 32, 5632, 22),
-        Shape("llama2-7b", "llama", 4096, 32, 11008, 32),
-    )
-}
+SHAPES = {shape.name: shape for shape in (
+    Shape("tiny", "gpt2", 32, 2, 128, 4), Shape("tiny-llama", "llama", 32, 2, 64, 4),  # for tests
+    Shape("gpt2", "gpt2", 768, 12, 3072, 12), Shape("gpt2-large", "gpt2", 1280, 20, 5120, 36),
+    Shape("tinyllama", "llama", 2048, 32, 5632, 22), Shape("llama2-7b", "llama", 4096, 32, 11008, 32),
+)}  # fmt: skip
 
 
 def model_of(
     shape: Shape, layers: int, positions: int, *, vocabulary: int = 1024, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> PreTrainedModel:
     """Random weights, the same every time, made where they are to stay."""
+    inner = {"n_inner" if shape.family == "gpt2" else "intermediate_size": shape.inner}
+    config = AutoConfig.for_model(
+        shape.family, num_hidden_layers=layers, hidden_size=shape.width, num_attention_heads=shape.heads, vocab_size=vocabulary,
+        max_position_embeddings=positions, bos_token_id=0, eos_token_id=0, pad_token_id=0, **inner,
+    )  # fmt: skip
     torch.manual_seed(42)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(shape.config(layers, positions, vocabulary), dtype=dtype)
-    return model.to(device).eval()
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
 
 
 def random_ids(batch: int, sequence: int, *, vocabulary: int = 1024, device: str = "cpu") -> torch.Tensor:
@@ -266,28 +258,15 @@ class Option(NamedTuple):
     least: float = 1
     kind: Any = None
 
-    def add_to(self, parser: argparse.ArgumentParser, name: str) -> None:
-        flag, several = f"--{name.replace('_', '-')}", isinstance(self.default, tuple)
-        if self.default is False:
-            parser.add_argument(flag, action="store_true", help=self.help)
-            return
-        kind = self.kind or type(self.default[0] if several else self.default)
-        read = self._number(kind) if kind in (int, float) else kind
-        # Several values are a list, as the written options have them.
-        more: Row = {"nargs": "+", "default": list(self.default)} if several else {"default": self.default}
-        parser.add_argument(flag, type=read, choices=self.choices, help=self.help, **more)
 
-    def _number(self, kind: type) -> Callable[[str], Any]:
-        def read(text: str) -> Any:
-            try:
-                value = kind(text)
-            except ValueError:
-                raise argparse.ArgumentTypeError(f"{text!r} is no {'whole ' * (kind is int)}number") from None
-            if not self.least <= value < math.inf:
-                raise argparse.ArgumentTypeError(f"{text}: give a number of at least {self.least:g}")
-            return value
-
-        return read
+def _number(kind: type, least: float, text: str) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no {'whole ' * (kind is int)}number") from None
+    if not least <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: give a number of at least {least:g}")
+    return value
 
 
 CLOCKS: dict[str, Callable[[], float] | None] = {"wall": None, "cpu": time.process_time}
@@ -308,8 +287,17 @@ def parsed(
 ) -> argparse.Namespace:
     """The options of the benchmark `name` by name, each an `Option` or its default; `output`, where it writes; other `defaults`."""
     parser = Parser(f"benchmark {name}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for option, one in options.items():
-        (one if isinstance(one, Option) else Option(one)).add_to(parser, option)
+    for name, one in options.items():
+        default, said, choices, least, given = one if isinstance(one, Option) else Option(one)
+        flag, several = f"--{name.replace('_', '-')}", isinstance(default, tuple)
+        if default is False:
+            parser.add_argument(flag, action="store_true", help=said)
+            continue
+        kind = given or type(default[0] if several else default)
+        read = partial(_number, kind, least) if kind in (int, float) else kind
+        # Several values are a list, as the written options have them.
+        more: Row = {"nargs": "+", "default": list(default)} if several else {"default": default}
+        parser.add_argument(flag, type=read, choices=choices, help=said, **more)
     parser.add_argument("--output", type=Path, default=output, help="where it writes")
     parser.set_defaults(**defaults)
     return parser.parse_args(arguments)

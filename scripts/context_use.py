@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +66,12 @@ def context_use(model: Any, tokenizer: Any, data_root: Path, windows: int, part:
     books = data_root / "books" / {"test": "books_test.txt", "calibration": "books_valid.txt"}[part]
     texts = {"source": python_source(part), "docs": python_docs(part), "books": books.read_text("utf-8")}
     found = {}
-    for name, text in texts.items():
-        for prompt in (448, 960):
-            if prompt + SCORED_TOKENS > longest:
-                continue
-            rows = encode(text, tokenizer, prompt + SCORED_TOKENS, windows).ids
-            whole = _nats(model, rows)
-            found[f"{name}_cut_{prompt}_pct"] = 100 * math.expm1(_nats(model, rows[:, round(0.4 * prompt) :]) - whole)
-            found[f"{name}_{prompt}_against_{SHORT_TOKENS}_nats"] = _nats(model, rows[:, -SHORT_TOKENS - SCORED_TOKENS :]) - whole
+    prompts = [prompt for prompt in (448, 960) if prompt + SCORED_TOKENS <= longest]
+    for (name, text), prompt in product(texts.items(), prompts):
+        rows = encode(text, tokenizer, prompt + SCORED_TOKENS, windows).ids
+        whole = _nats(model, rows)
+        found[f"{name}_cut_{prompt}_pct"] = 100 * math.expm1(_nats(model, rows[:, round(0.4 * prompt) :]) - whole)
+        found[f"{name}_{prompt}_against_{SHORT_TOKENS}_nats"] = _nats(model, rows[:, -SHORT_TOKENS - SCORED_TOKENS :]) - whole
     kinds: tuple[FarContext, ...] = ("copy", "recall")
     for kind in kinds:
         found[f"far_{kind}_answered"] = _answered(model, tokenizer, kind, longest, windows, part)

@@ -33,76 +33,61 @@ def say(message: str) -> None:
 
 def pip_settings(listed: str) -> dict[str, list[str]]:
     """Option to its values, from what `pip config list` printed: those of everything, then of `install`, then of the environment win."""
-    found: dict[str, dict[str, str]] = {}
+    found: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}
     for line in listed.splitlines():
         name, equals, value = line.partition("=")
         section, _, option = name.rpartition(".")
-        if equals and section in ("global", "install", ":env:"):
-            found.setdefault(section, {})[option] = str(ast.literal_eval(value))
-    merged = {**found.get("global", {}), **found.get("install", {}), **found.get(":env:", {})}
-    return {option: value.split() for option, value in merged.items()}
+        if equals and section in found:
+            found[section][option] = str(ast.literal_eval(value))
+    return {option: value.split() for section in found.values() for option, value in section.items()}
 
 
 # What pip calls a setting -> the option of `uv pip install`, or the environment variable, that says the same.
-UV_OPTIONS = {
+UV_NAMES = {
     "index-url": "--index-url", "extra-index-url": "--extra-index-url", "find-links": "--find-links",
-    "trusted-host": "--allow-insecure-host",
-}  # fmt: skip
-UV_VARIABLES = {
-    "cert": "SSL_CERT_FILE", "proxy": "ALL_PROXY", "default-timeout": "UV_HTTP_TIMEOUT", "timeout": "UV_HTTP_TIMEOUT",
+    "trusted-host": "--allow-insecure-host", "cert": "SSL_CERT_FILE", "proxy": "ALL_PROXY",
+    "default-timeout": "UV_HTTP_TIMEOUT", "timeout": "UV_HTTP_TIMEOUT",
 }  # fmt: skip
 
 
-def uv_options(settings: Mapping[str, Sequence[str]]) -> list[str]:
-    """Options of `uv pip install` that say what pip's settings say."""
-    options = [word for pip, uv in UV_OPTIONS.items() for value in settings.get(pip, ()) for word in (uv, value)]
-    return options + ["--no-index"] * (settings.get("no-index", ["false"])[0].lower() in ("1", "true", "yes", "on"))
-
-
-def uv_environment(settings: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Settings of pip that uv takes as environment variables."""
-    return {uv: settings[pip][0] for pip, uv in UV_VARIABLES.items() if settings.get(pip)}
+def uv_takes(settings: Mapping[str, Sequence[str]]) -> tuple[list[str], dict[str, str]]:
+    """Options and environment variables of `uv pip install` that say what pip's settings say."""
+    given = [(uv, settings[pip]) for pip, uv in UV_NAMES.items() if settings.get(pip)]
+    options = [word for uv, values in given if uv.startswith("--") for value in values for word in (uv, value)]
+    options += ["--no-index"] * (settings.get("no-index", ["false"])[0].lower() in ("1", "true", "yes", "on"))
+    return options, {uv: values[0] for uv, values in given if not uv.startswith("--")}
 
 
 def run(*command: str | Path, env: Mapping[str, str] | None = None) -> str | None:
     """Run quietly; None, or the last line of what went wrong."""
-    done = subprocess.run(
-        [*map(str, command)], env={**os.environ, **(env or {})}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    words, given = [*map(str, command)], {**os.environ, **(env or {})}
+    done = subprocess.run(words, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode == 0:
         return None
     lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
     return lines[-1] if lines else f"exit code {done.returncode}"
 
 
-def find_uv(python: Path, folder: Path) -> Path | None:
-    """uv of this machine, or a copy that pip puts into `folder`; None: it cannot be had."""
-    known = shutil.which("uv")
-    if known is not None:
-        return Path(known)
-    trouble = run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target", folder, UV)
-    return folder / "bin" / "uv" if trouble is None else None
-
-
 def by_uv(python: Path) -> str | None:
-    """Install with uv; None, or why it did not do."""
+    """Install with uv of this machine, or with a copy that pip fetches; None, or why it did not do."""
     listed = subprocess.run([python, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
-    settings = pip_settings(listed)
-    options, environment = [*uv_options(settings), *STRATEGY], uv_environment(settings)
+    options, environment = uv_takes(pip_settings(listed))
     with tempfile.TemporaryDirectory(prefix="quicksilver-uv-") as folder:
-        uv = find_uv(python, Path(folder))
-        if uv is None:
+        uv = shutil.which("uv")
+        if uv is None and run(*pip(python), "--no-deps", "--target", folder, UV) is not None:
             return "uv cannot be had"
-        install: tuple[str | Path, ...] = (uv, "pip", "install", "--quiet", "--python", python, *options)
-        trouble = run(*install, "--requirement", LOCK, env=environment)
-        return trouble or run(*install, "--no-deps", "--no-build-isolation", "--editable", ROOT, env=environment)
+        command = (uv or f"{folder}/bin/uv", "pip", "install", "--quiet", "--python", str(python))
+        return installed((*command, *options, *STRATEGY), environment)
 
 
-def by_pip(python: Path) -> str | None:
-    """Install with pip; None, or the last line of its complaint."""
-    install = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    trouble = run(*install, "--requirement", LOCK)
-    return trouble or run(*install, "--no-deps", "--no-build-isolation", "--editable", ROOT)
+def pip(python: Path) -> tuple[str | Path, ...]:
+    return python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"
+
+
+def installed(install: Sequence[str | Path], env: Mapping[str, str] | None = None) -> str | None:
+    """Install what is pinned, then this clone; None, or the last line of the complaint."""
+    trouble = run(*install, "--requirement", LOCK, env=env)
+    return trouble or run(*install, "--no-deps", "--no-build-isolation", "--editable", ROOT, env=env)
 
 
 def of_another_clone(venv: Path) -> Path | None:
@@ -124,27 +109,23 @@ def main(arguments: Sequence[str]) -> int:
             say(f"{venv} is no virtual environment, and making one would remove what is in it: give another folder, make VENV=…")
             return 1
         say(f"Making {venv} …")
-        trouble = run(sys.executable, "-m", "venv", "--clear", venv)
-        if trouble is not None:
+        if (trouble := run(sys.executable, "-m", "venv", "--clear", venv)) is not None:
             say(f"{venv} cannot be made: {trouble}")
             return 1
     if (other := of_another_clone(venv)) is not None:
-        say(
-            f"{venv} is the environment of {other}, which would run this clone's code from now on: give another folder, make VENV=…"
-        )
+        risk = "which would run this clone's code from now on"
+        say(f"{venv} is the environment of {other}, {risk}: give another folder, make VENV=…")
         return 1
-    pinned = sum(1 for line in LOCK.read_text(encoding="utf-8").splitlines() if "==" in line)
+    pinned = sum("==" in line for line in LOCK.read_text(encoding="utf-8").splitlines())
     say(f"Installing the {pinned} packages of {LOCK.name} …")
-    trouble = by_uv(python)
-    if trouble is not None:
+    if (trouble := by_uv(python)) is not None:
         say(f"Not by uv ({trouble}): pip does it, which takes minutes …")
-        trouble = by_pip(python)
+        trouble = installed(pip(python))
     if trouble is not None:
         say(f"The environment cannot be installed: {trouble}")
         return 1
-    say(
-        f"The environment is ready: {time.monotonic() - began:.0f} s. `source {venv.name}/bin/activate` puts its commands on your path."
-    )
+    took, how = f"{time.monotonic() - began:.0f} s", f"`source {venv.name}/bin/activate` puts its commands on your path"
+    say(f"The environment is ready: {took}. {how}.")
     return 0
 
 

@@ -90,10 +90,10 @@ class Encoded:
 
 
 def encoded(tokenizer: Any, task: TaskConfig, found: Sequence[Example], max_tokens: int) -> list[Encoded]:
-    tail = 0
-    if task.template.count("{") == 1:
-        tail = len(tokenizer(task.template.split("}")[-1], add_special_tokens=False)["input_ids"])
-    words = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in task.labels]
+    last, *words = (
+        [*one] for one in tokenizer([task.template.split("}")[-1], *task.labels], add_special_tokens=False)["input_ids"]
+    )
+    tail = len(last) if task.template.count("{") == 1 else 0
     if any(len(w) != 1 for w in words) or len({w[0] for w in words}) != len(words):
         raise SystemExit(f"label words must be one token each, and differ: {list(task.labels)}")
     prompts = tokenizer([e.prompt for e in found], add_special_tokens=False, verbose=False, return_offsets_mapping=True)
@@ -107,13 +107,12 @@ def encoded(tokenizer: Any, task: TaskConfig, found: Sequence[Example], max_toke
 
 def batches(data: list[Encoded], recipe: Recipe, rng: np.random.Generator) -> list[list[Encoded]]:
     """Examples of like length, at most `batch_tokens` padded tokens together."""
-    order = sorted(range(len(data)), key=lambda i: len(data[i].ids) + rng.uniform(-1.5, 1.5))
     made: list[list[Encoded]] = []
-    for i in order:
-        longest = max([len(data[i].ids)] + [len(e.ids) for e in made[-1]]) if made else 0
+    for one in sorted(data, key=lambda e: len(e.ids) + rng.uniform(-1.5, 1.5)):
+        longest = max(len(e.ids) for e in (one, *made[-1])) if made else 0
         if not made or (len(made[-1]) + 1) * longest > recipe.batch_tokens:
             made.append([])
-        made[-1].append(data[i])
+        made[-1].append(one)
     return made
 
 
@@ -133,32 +132,31 @@ def plan(data: dict[str, list[Encoded]], recipe: Recipe, wanted: Mapping[str, fl
 
 
 def tensors(batch: list[Encoded]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, N) ids padded on the right, (B,) index of the last token of each."""
+    """(B, N) ids padded on the right, (B, 1) where each one's sentence ends."""
     ids = pad_sequence([torch.tensor(e.ids) for e in batch], batch_first=True)
-    return ids, torch.tensor([len(e.ids) - 1 for e in batch])
+    return ids, torch.tensor([[e.sentence_end] for e in batch])
 
 
 def loss_of(model: Any, batch: list[Encoded], prefix: float, heard: torch.Tensor | None = None) -> tuple[torch.Tensor, float]:
     """Loss and share of right answers; `heard`: (B, N), 0 where a token's embedding is zero in this step."""
-    ids, last = tensors(batch)
+    ids, ends = tensors(batch)
     head = model.get_output_embeddings()
     embedded = model.get_input_embeddings()(ids)  # (B, N, D)
     if heard is not None:
         embedded = embedded * heard[..., None]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         hidden = model.base_model(inputs_embeds=embedded, use_cache=False).last_hidden_state  # (B, N, D)
-        logits = head(hidden[torch.arange(len(batch)), last])  # (B, V)
+        logits = head(hidden[torch.arange(len(batch)), [len(e.ids) - 1 for e in batch]])  # (B, V)
     words, gold = torch.tensor(batch[0].words), torch.tensor([e.gold for e in batch])
     target = F.one_hot(gold, len(words)).float()  # (B, W)
     if batch[0].targets is not None:
         target = torch.tensor(np.array([e.targets[-1] for e in batch]), dtype=torch.float32)  # type: ignore[index]
     loss = -(target * logits.float().log_softmax(-1)[:, words]).sum(-1).mean()
     right = (logits[:, words].argmax(-1) == gold).float().mean().item()
-    ends = torch.tensor([e.sentence_end for e in batch])
     if prefix and int(ends.max()):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             among = F.linear(hidden, head.weight[words]).float()  # (B, N, W)
-        at = torch.arange(ids.shape[1])[None] < ends[:, None]
+        at = torch.arange(ids.shape[1]) < ends
         wanted = target[:, None].repeat(1, ids.shape[1], 1)  # (B, N, W)
         for row, e in zip(wanted, batch, strict=True):
             if e.targets is not None:
@@ -173,9 +171,8 @@ def drawn(batch: list[Encoded], share: float, seed: int, step: int) -> torch.Ten
     Not of the first ones: the first token sees itself alone, so that a zero would stay one through all layers, and the gradient of a norm at
     zero is a thousandfold in each of them.
     """
-    ids, _ = tensors(batch)
-    some = torch.from_numpy(np.random.default_rng((seed, step)).random(ids.shape)) < share
-    ends, at = torch.tensor([e.sentence_end for e in batch])[:, None], torch.arange(ids.shape[1])[None]
+    ids, ends = tensors(batch)
+    some, at = torch.from_numpy(np.random.default_rng((seed, step)).random(ids.shape)) < share, torch.arange(ids.shape[1])
     return (~(some & (at > 0) & (at < ends))).float()
 
 
@@ -187,12 +184,6 @@ def accuracy(model: Any, data: list[Encoded]) -> float:
     right = sum(round(loss_of(model, batch, 0.0)[1] * len(batch)) for batch in groups)
     model.train()
     return right / len(data)
-
-
-def optimizers(model: torch.nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    hidden, rest = training_loop.hidden_matrices_and_rest(model)
-    groups = [{"params": hidden, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    return [torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.98))]
 
 
 def with_lora(model: Any, rank: int) -> Any:
@@ -212,12 +203,11 @@ def read_rows(recipe: Recipe, tokenizer: Any, data_root: Path) -> tuple[dict[str
         task, found = read.task, list(read.examples)
         sentences = sentences_of(task, found)
         if sentences and recipe.held == "sentences":
-            scored, trained = kept_out(sentences, HELD_ROWS, recipe.seed)
-            kept, rest = [found[i] for i in np.flatnonzero(scored)], [found[i] for i in np.flatnonzero(trained)]
+            scored, trained = map(np.flatnonzero, kept_out(sentences, HELD_ROWS, recipe.seed))
         else:
             order = np.random.default_rng(recipe.seed).permutation(len(found))
-            count = min(HELD_ROWS, len(found) // 10)
-            kept, rest = [found[i] for i in order[:count]], [found[i] for i in order[count:]]
+            scored, trained = np.split(order, [min(HELD_ROWS, len(found) // 10)])
+        kept, rest = ([found[i] for i in rows] for rows in (scored, trained))
         held[name] = encoded(tokenizer, task, kept, recipe.max_tokens)
         data[name] = encoded(tokenizer, task, rest, recipe.max_tokens)
         if sentences:
@@ -236,10 +226,9 @@ def sentences_of(task: TaskConfig, found: Sequence[Example]) -> list[str]:
 def taught(data: list[Encoded], sentences: list[str], recipe: Recipe) -> list[Encoded]:
     """Rows with what the recipe wants to know of their sentences."""
     if recipe.distil:
-        if len(data[0].words) != 2:
-            raise SystemExit(f"--distil takes tasks of two labels, and one of one sentence has {len(data[0].words)}.")
-        answers = out_of_fold(sentences, [e.gold for e in data], recipe.seed)
-        gold = np.eye(2)
+        if (labels := len(data[0].words)) != 2:
+            raise SystemExit(f"--distil takes tasks of two labels, and one of one sentence has {labels}.")
+        answers, gold = out_of_fold(sentences, [e.gold for e in data], recipe.seed), np.eye(2)
         targets = [(1 - recipe.distil) * gold[e.gold] + recipe.distil * answer for e, answer in zip(data, answers, strict=True)]
         data = [dataclasses.replace(e, targets=mixed) for e, mixed in zip(data, targets, strict=True)]
     if recipe.whole_sentences:
@@ -257,11 +246,11 @@ def owners(texts: Sequence[str]) -> tuple[list[tuple[int, ...]], np.ndarray]:
     Returns:
         Per text the numbers of its sentences, ascending; and (texts,) whether it is a whole sentence.
     """
-    sentences: list[str] = []
+    sentences, whole = list[str](), set[str]()
     with_word: dict[str, list[int]] = defaultdict(list)
     found: dict[str, tuple[int, ...]] = {}
-    whole: set[str] = set()
-    for text in sorted({" ".join(text.split()) for text in texts}, key=lambda text: (-len(text.split()), text)):
+    plain = [" ".join(text.split()) for text in texts]
+    for text in sorted(set(plain), key=lambda text: (-len(text.split()), text)):
         rarest = min((with_word.get(word, []) for word in text.split()), key=len, default=[])
         inside = tuple(i for i in rarest if f" {text} " in sentences[i])
         if not inside:
@@ -271,7 +260,6 @@ def owners(texts: Sequence[str]) -> tuple[list[tuple[int, ...]], np.ndarray]:
                 with_word[word].append(len(sentences))
             sentences.append(f" {text} ")
         found[text] = inside
-    plain = [" ".join(text.split()) for text in texts]
     return [found[text] for text in plain], np.array([text in whole for text in plain])
 
 
@@ -320,7 +308,7 @@ def out_of_fold(texts: Sequence[str], gold: Sequence[int], seed: int) -> list[np
 def _after_each_word(text: str, numbers: Mapping[str, int], idf: np.ndarray, weights: np.ndarray, bias: float) -> np.ndarray:
     """(1 + words, 2): the model's probabilities of each beginning of the text."""
     words = text.lower().split()
-    push, norm = np.zeros(1 + len(words)), np.zeros(1 + len(words))
+    push, norm = np.zeros((2, 1 + len(words)))
     for end in range(1, len(words) + 1):
         for length in range(1, min(LONGEST, end) + 1):
             gram = numbers.get(" ".join(words[end - length : end]))
@@ -353,6 +341,9 @@ def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes
     steps = recipe.falls[-1][1] if recipe.falls else len(every)
     smooth: float | None = None  # share of right answers
     began, first = time.monotonic(), -1
+    hidden, rest = training_loop.hidden_matrices_and_rest(model)
+    groups = [{"params": hidden, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    optims = [torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.98))]
 
     def losses(step: int) -> Iterator[tuple[torch.Tensor, float]]:
         nonlocal smooth, first
@@ -370,18 +361,15 @@ def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes
             print(json.dumps({**history[-1], "tokens_per_s": seen / (time.monotonic() - began)}), flush=True)
 
     done, history, _ = training_loop.run(
-        model, optimizers(model, recipe), work, partial(check_recipe, recipe), recipe=recipe, name=folder.name, steps=steps,
+        model, optims, work, partial(check_recipe, recipe), recipe=recipe, name=folder.name, steps=steps,
         lr_scale=lambda step: recipe.lr_scale(step, len(every)), losses=losses, note=note, save_every=SAVED_EVERY, minutes=minutes,
     )  # fmt: skip
-    if done == steps and out is not None:
-        plain = model if adapted is None else adapted.merge_and_unload()
-        export(plain, folder, out, recipe, history, {name: len(rows) for name, rows in data.items()})
-
-
-def export(model: Any, base: Path, out: Path, recipe: Recipe, history: list[Any], rows: dict[str, int]) -> None:
-    """The model in bfloat16 with its tokenizer, training.json, the learning curve and a card."""
-    model.to(torch.bfloat16).save_pretrained(out)
-    for path in base.glob("tokenizer*.json"):
+    if done < steps or out is None:
+        return
+    # The model in bfloat16 with its tokenizer, training.json, the learning curve and a card.
+    plain, rows = adapted.merge_and_unload() if adapted else model, {name: len(rows) for name, rows in data.items()}
+    plain.to(torch.bfloat16).save_pretrained(out)
+    for path in folder.glob("tokenizer*.json"):
         (out / path.name).write_bytes(path.read_bytes())
     told = {"recipe": dataclasses.asdict(recipe), "rows": rows, "history": history, "torch": torch.__version__}
     (out / "training.json").write_text(json.dumps(told, indent=1) + "\n")
@@ -391,33 +379,26 @@ def export(model: Any, base: Path, out: Path, recipe: Recipe, history: list[Any]
     (out / "README.md").write_text(card(out, recipe, history, rows))
 
 
-def changed(recipe: Recipe) -> list[str]:
-    """Options that are not as they come: `--lr 0.0005`."""
-    plain = [f for f in dataclasses.fields(Recipe) if f.default is not dataclasses.MISSING and f.name != "falls"]
-    given = {f.name.replace("_", "-"): getattr(recipe, f.name) for f in plain if getattr(recipe, f.name) != f.default}
-    return [f"--{name} {value}" if isinstance(value, str) else f"--{name} {value:g}" for name, value in given.items()]
-
-
 LICENCES = {
-    "sst2": "SST-2 (GLUE): for research",
-    "cola": "CoLA: sentences published in linguistics, fair use",
-    "rte": "RTE (GLUE): for research",
-    "qnli": "QNLI, from SQuAD: CC BY-SA 4.0",
-}
+    "sst2": "SST-2 (GLUE): for research", "cola": "CoLA: sentences published in linguistics, fair use",
+    "rte": "RTE (GLUE): for research", "qnli": "QNLI, from SQuAD: CC BY-SA 4.0",
+}  # fmt: skip
 
 
 def card(out: Path, recipe: Recipe, history: list[Any], rows: dict[str, int]) -> str:
     """README.md of the finished model."""
     right, falls = history[-1]["held_accuracy"], recipe.falls
-    tasks = "\n".join(
-        f"| {name} | {n:,} | {recipe.epochs[name]:g} | {right[name]:.1%} | {LICENCES.get(name, 'its own')} |"
-        for name, n in rows.items()
-    )
+    columns = (f"{name} | {n:,} | {recipe.epochs[name]:g} | {right[name]:.1%}" for name, n in rows.items())
+    tasks = "\n".join(f"| {cells} | {LICENCES.get(name, 'its own')} |" for name, cells in zip(rows, columns, strict=True))
     size_mb = sum(path.stat().st_size for path in out.iterdir() if path.name != "README.md") / 1e6
     falling = f"over steps {', '.join(f'{first} to {last}' for first, last in falls)}" if falls else "at the end"
+    # Options that are not as they come: `--lr 0.0005`.
+    plain = [f for f in dataclasses.fields(Recipe) if f.default is not dataclasses.MISSING and f.name != "falls"]
+    given = {f.name.replace("_", "-"): getattr(recipe, f.name) for f in plain if getattr(recipe, f.name) != f.default}
     options = [f"--falls {' '.join(f'{first}-{last}' for first, last in falls)}"] if falls else []
+    options += [f"--{name} {value if isinstance(value, str) else f'{value:g}'}" for name, value in given.items()]
     epochs = " ".join(f"{name}={value:g}" for name, value in recipe.epochs.items())
-    words = ["python scripts/finetune.py", recipe.base, "--tasks", epochs, *options, *changed(recipe), "--work W --out O"]
+    words = ["python scripts/finetune.py", recipe.base, "--tasks", epochs, *options, "--work W --out O"]
     what = f"low-rank updates of rank {recipe.lora} of all matrices, merged," if recipe.lora else "all weights"
     early = "; where the rate fell early, that is less than the plan" if falls else ""
     kept = ". SST-2's are phrases of the sentences that it was trained on. The validation sentences are harder"
@@ -453,27 +434,26 @@ The base model, its data and its limits: ../{recipe.base}/README.md.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("base")
-    parser.add_argument("--tasks", nargs="+", required=True, metavar="TASK=EPOCHS")
-    parser.add_argument("--data-root", type=Path, default=DATA)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--threads", type=int, default=1)
-    falls = "steps between which the learning rate falls to 0"
-    parser.add_argument("--falls", nargs="*", default=[], metavar="FROM-TO", help=falls)
-    parser.add_argument("--minutes", type=float, default=1e9)
+    ask = parser.add_argument
+    ask("base")
+    ask("--tasks", nargs="+", required=True, metavar="TASK=EPOCHS")
+    ask("--data-root", type=Path, default=DATA)
+    ask("--work", type=Path, required=True)
+    ask("--out", type=Path)
+    ask("--threads", type=int, default=1)
+    ask("--falls", nargs="*", default=[], metavar="FROM-TO", help="steps between which the learning rate falls to 0")
+    ask("--minutes", type=float, default=1e9)
     plain = [f for f in dataclasses.fields(Recipe) if f.name not in ("base", "epochs", "falls")]
     for f in plain:
-        parser.add_argument(f"--{f.name.replace('_', '-')}", type=type(f.default), default=f.default)
+        ask(f"--{f.name.replace('_', '-')}", type=type(f.default), default=f.default)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     try:
         epochs = {name: float(n) for name, n in (word.split("=") for word in args.tasks)}
     except ValueError as error:
         raise SystemExit(f"--tasks takes TASK=EPOCHS, such as sst2=3, not {' '.join(args.tasks)!r}.") from error
-    given = {f.name: getattr(args, f.name) for f in plain}
     falling = tuple((int(first), int(last)) for first, last in (fall.split("-") for fall in args.falls))
-    recipe = Recipe(args.base, epochs, **given, falls=falling)
+    recipe = Recipe(args.base, epochs, **{f.name: getattr(args, f.name) for f in plain}, falls=falling)
     torch.manual_seed(recipe.seed)
     try:
         train(recipe, args.data_root, args.work, args.out, args.minutes)

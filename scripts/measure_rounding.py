@@ -32,30 +32,26 @@ def main() -> int:
     output = parser.parse_args().output
     here, place = processor_key("cpu"), RunContext()
     found: dict[str, tuple[str, str, float, float]] = {}
-    for table in TABLES:
-        artefact = find("table", table)
-        for job in jobs_of(artefact, ["results_dir=results"], RecordIndex("results")):
-            if job.config is None and job.record is None:
+    for job in (job for name in TABLES for job in jobs_of(find("table", name), ["results_dir=results"], RecordIndex("results"))):
+        if job.config is None and job.record is None:
+            continue
+        config = job.config or compose(job.overrides)
+        try:
+            step = plan([config], place).wanted[0]
+            record = of_repository("results", step.fingerprint, build_measurements(config.measure))
+            if record is None or record.fingerprint in found:
                 continue
-            config = job.config or compose(job.overrides)
-            try:
-                step = plan([config], place).wanted[0]
-                record = of_repository("results", step.fingerprint, build_measurements(config.measure))
-                if record is None or record.fingerprint in found:
-                    continue
-                with torch_threads(config.threads):
-                    bench, _ = bench_of(config, place, store_of(config))
-                    apart, work = compare(record, bench)
-            except QuickSilverError as error:  # a text or a kernel that is not here
-                print(f"{job.name}: {error}", file=sys.stderr)
-                continue
-            kernels = "; ".join(one.kernel.partition(" (")[0] for one in bench.modules if one.kernel)
-            found[record.fingerprint] = (format_of(bench), kernels, apart, work)
-            print(job.name, *found[record.fingerprint], flush=True)
-    frame = pd.DataFrame(found.values(), columns=["format", "kernels", "nats", "work"])
-    summary = frame.groupby(["format", "kernels"], as_index=False).agg(
-        records=("nats", "size"), nats=("nats", "max"), work=("work", "max")
-    )
+            with torch_threads(config.threads):
+                bench, _ = bench_of(config, place, store_of(config))
+                apart, work = compare(record, bench)
+        except QuickSilverError as error:  # a text or a kernel that is not here
+            print(f"{job.name}: {error}", file=sys.stderr)
+            continue
+        kernels = "; ".join(one.kernel.partition(" (")[0] for one in bench.modules if one.kernel)
+        found[record.fingerprint] = (format_of(bench), kernels, apart, work)
+        print(job.name, *found[record.fingerprint], flush=True)
+    frame, of = pd.DataFrame(found.values(), columns=["format", "kernels", "nats", "work"]), ["format", "kernels"]
+    summary = frame.groupby(of, as_index=False).agg(records=("nats", "size"), nats=("nats", "max"), work=("work", "max"))
     summary.insert(0, "processor", here)
     if output.is_file():
         before = pd.read_csv(output, keep_default_na=False)

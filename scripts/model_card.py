@@ -33,15 +33,11 @@ PROMPT = "The language reference describes the syntax of"
 SAMPLED_TOKENS = 16
 WITHOUT_WEIGHTS = "Its weights are not in the package, to keep it small: `make train-reference MODEL={name}` makes them, and then this loads it:"
 LICENCES = {
-    "wiki": ("WikiText-2 train (article order shuffled)", "CC BY-SA 3.0"),
-    "books": ("public-domain books", "public domain"),
-    "docstrings": (
-        "docstrings of the installed Python packages and standard library",
-        "each package's own, mostly BSD, MIT, Apache-2.0, PSF",
-    ),
+    "wiki": ("WikiText-2 train (article order shuffled)", "CC BY-SA 3.0"), "books": ("public-domain books", "public domain"),
+    "docstrings": ("docstrings of the installed Python packages and standard library", "each package's own, mostly BSD, MIT, Apache-2.0, PSF"),
     "code": ("source files of the same packages", "each package's own, as above"),
     "recall": ("facts, passages and questions, by a fixed seed", "Apache-2.0"),
-}
+}  # fmt: skip
 
 
 @torch.no_grad()
@@ -52,8 +48,7 @@ def depth_profile(model: PreTrainedModel, windows: torch.Tensor) -> tuple[list[f
         By layer the logit-lens loss in nats, and the share of tokens whose lens argmax is the last layer's; nats by position (N-1,).
     """
     arch = architecture_of(model)
-    lens = torch.zeros(arch.n_layers, dtype=torch.float64)
-    agree = torch.zeros_like(lens)
+    lens, agree = torch.zeros(2, arch.n_layers, dtype=torch.float64)
     position = torch.zeros(windows.shape[1] - 1, dtype=torch.float64)
     for row in windows:
         out = model(row[None], output_hidden_states=True, use_cache=False)
@@ -69,21 +64,14 @@ def depth_profile(model: PreTrainedModel, windows: torch.Tensor) -> tuple[list[f
     return (lens / n).tolist(), (agree / n).tolist(), position / n
 
 
-def purpose(name: str) -> str:
-    """What the model is for."""
-    if name.startswith("ladder-"):
-        return "It is a rung of the ladder of sizes below reference-gpt2 (`make reproduce-figure FIGURE=ladder`). It is no assistant."
-    if name.endswith("-seed43"):
-        return "It is reference-gpt2 trained a second time, from another seed (`make reproduce-figure FIGURE=ladder`). It is no assistant."
-    return (
-        "It exists so that token-level adaptivity can be measured on a really trained, deep enough model without a network. It is no "
-        "assistant."
-    )
-
-
 def card(name: str, folder: Path, data_root: Path) -> str:
     """The card as markdown; takes minutes."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    purpose = "It exists so that token-level adaptivity can be measured on a really trained, deep enough model without a network."
+    if name.startswith("ladder-"):
+        purpose = "It is a rung of the ladder of sizes below reference-gpt2 (`make reproduce-figure FIGURE=ladder`)."
+    elif name.endswith("-seed43"):
+        purpose = "It is reference-gpt2 trained a second time, from another seed (`make reproduce-figure FIGURE=ladder`)."
     tokenizer = load_tokenizer(folder)
     training = json.loads((folder / "training.json").read_text())
     recipe, text = training["recipe"], corpus.held_out_texts(data_root)
@@ -106,7 +94,7 @@ def card(name: str, folder: Path, data_root: Path) -> str:
         + (f" ({recipe['kv_heads']} key-value heads, SwiGLU)" if recipe["family"] == "llama" else "")
         + f", and a context of {recipe['context_tokens']} tokens. Its byte-level BPE has {recipe['vocab_size']} entries; embeddings are tied. "
         f"It is stored in bfloat16 ({size_mb:.1f} MB).",
-        purpose(name), "",
+        f"{purpose} It is no assistant.", "",
         *((WITHOUT_WEIGHTS.format(name=name), "") if (folder / LEFT_OUT).is_file() else ()),
         "```python", f'AutoModelForCausalLM.from_pretrained("quicksilver/models/reference/{name}")', "```", "",
         "## Evaluation", "", f"Disjoint windows of {context} tokens; every position but the first of a window is scored. Arithmetic is float32 on the stored bfloat16 weights.", "",
@@ -133,9 +121,8 @@ def card(name: str, folder: Path, data_root: Path) -> str:
     ]  # fmt: skip
     for source, info in training["corpus"]["sources"].items():
         o = info["overlap"]
-        rows.append(
-            f"| {LICENCES[source][0]} | {o['ngrams']:,} | {o['shared_before']:,} | {o['removed']} of {o['documents']:,} | {o['shared_after']} |"
-        )
+        removed = f"{o['removed']} of {o['documents']:,}"
+        rows.append(f"| {LICENCES[source][0]} | {o['ngrams']:,} | {o['shared_before']:,} | {removed} | {o['shared_after']} |")
     trained = Recipe.from_saved(recipe)
     steps, decay = trained.steps, trained.steps - min(trained.decay_start, *(trained.shortened or (trained.steps,)))
     windows = f"Windows have {recipe['stable_context_tokens']} tokens while the learning rate is constant, and {recipe['context_tokens']} while it falls (the last {decay} steps)."

@@ -16,7 +16,7 @@ from quicksilver.runs.estimate import SHAPES
 from quicksilver.runtime.errors import ConfigError
 
 
-def write(name: str, folder: Path, tokenizer: Path, *, dtype: str = "float32", seed: int = 0) -> int:
+def write(name: str, folder: Path, tokenizer: Path, *, dtype: str = "float32") -> int:
     """Draw the weights of `name`, write them with the files of `tokenizer`; returns the number of parameters."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -25,12 +25,11 @@ def write(name: str, folder: Path, tokenizer: Path, *, dtype: str = "float32", s
     if name not in known:
         raise ConfigError(f"{name}: its shape is not known. There are: {', '.join(known)}.")
     patterns = ("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json")
-    files = [path for pattern in patterns for path in tokenizer.glob(pattern)]
-    if not files:
+    if not (files := [path for pattern in patterns for path in tokenizer.glob(pattern)]):
         raise ConfigError(f"--tokenizer {tokenizer}: there is no tokenizer.json, tokenizer.model or vocab.json.")
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} has something in it: give a folder that is not there.")
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(SHAPES / name), dtype=getattr(torch, dtype))
     model.save_pretrained(folder)
     for path in files:

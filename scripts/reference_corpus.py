@@ -52,11 +52,9 @@ def python_docs() -> str:
 
 def held_out_texts(data_root: Path) -> dict[str, str]:
     """Evaluation text by name. Raises FileNotFoundError naming the missing file."""
-    paths = {
-        "wikitext-103-valid": "wikitext-103/wiki.valid.tokens", "wikitext-103-test": "wikitext-103/wiki.test.tokens",
-        "books-valid": "books/books_valid.txt", "books-test": "books/books_test.txt",
-    }  # fmt: skip
-    return {name: read_text(data_root / path) for name, path in paths.items()} | {"python-docs": python_docs()}
+    wikitext = {f"wikitext-103-{part}": f"wikitext-103/wiki.{part}.tokens" for part in ("valid", "test")}
+    books = {f"books-{part}": f"books/books_{part}.txt" for part in ("valid", "test")}
+    return {name: read_text(data_root / path) for name, path in (wikitext | books).items()} | {"python-docs": python_docs()}
 
 
 def read_text(path: Path) -> str:
@@ -68,27 +66,23 @@ def read_text(path: Path) -> str:
 
 def docstrings(roots: Iterable[Path]) -> Iterator[str]:
     """Every distinct docstring of at least 80 characters below `roots`, in path order; `pydoc_data` is held out and never opened."""
-    seen: set[bytes] = set()
-    for root in roots:
-        for path in sorted(root.rglob("*.py")):
-            if "pydoc_data" in path.parts or "site-packages" in path.relative_to(root).parts:
-                continue
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # other people's invalid escapes are not our news
-                    tree = ast.parse(path.read_bytes())
-            except (SyntaxError, ValueError, RecursionError):
-                continue  # templates and test fixtures that are not meant to parse
-            for node in ast.walk(tree):
-                if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                    continue
-                text = ast.get_docstring(node, clean=False) or ""
-                if len(text) >= 80:
-                    text = inspect.cleandoc(text).encode("utf-8", "replace").decode()
-                    digest = hashlib.sha1(text.encode(), usedforsecurity=False).digest()
-                    if digest not in seen:
-                        seen.add(digest)
-                        yield text
+    seen: set[str] = set()
+    for top, path in ((root, path) for root in roots for path in sorted(root.rglob("*.py"))):
+        if "pydoc_data" in path.parts or "site-packages" in path.relative_to(top).parts:
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # other people's invalid escapes are not our news
+                tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError, RecursionError):
+            continue  # templates and test fixtures that are not meant to parse
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                raw = ast.get_docstring(node, clean=False) or ""
+                text = inspect.cleandoc(raw).encode("utf-8", "replace").decode()
+                if len(raw) >= 80 and text not in seen:
+                    seen.add(text)
+                    yield text
 
 
 def code_documents() -> list[str]:
@@ -97,17 +91,17 @@ def code_documents() -> list[str]:
     left_out = {*_NO_CODE, *PACKAGES["test"], *PACKAGES["calibration"]}
     groups = [[p for p in stdlib.rglob("*.py") if not left_out & set(p.relative_to(stdlib).parts)]]
     for package in metadata.distributions():
-        said = " ".join([*(package.metadata.get_all(key, [""])[0][:200] for key in ("License", "License-Expression")),
-                         *(c for c in package.metadata.get_all("Classifier", []) if c.startswith("License"))])  # fmt: skip
+        about = package.metadata
+        named = [about.get_all(key, [""])[0][:200] for key in ("License", "License-Expression")]
+        said = " ".join([*named, *(c for c in about.get_all("Classifier", []) if c.startswith("License"))])
         if _PERMISSIVE.search(said) and not _RESTRICTIVE.search(said):
             groups.append([Path(str(f.locate())) for f in package.files or () if f.suffix == ".py"])
     kept: dict[bytes, str] = {}  # by digest: the order is drawn, and equal files are one
     for files in groups:
         found: dict[bytes, str] = {}
         for path in files:
-            if {"test", "tests", "testing", "_vendor"} & set(path.parts) or not path.is_file():
-                continue
-            if 1500 <= path.stat().st_size <= 150_000:
+            code = not {"test", "tests", "testing", "_vendor"} & set(path.parts) and path.is_file()
+            if code and 1500 <= path.stat().st_size <= 150_000:
                 text = path.read_text(encoding="utf-8", errors="replace")
                 narrow, digits = max(map(len, text.splitlines())) <= 400, sum(map(str.isdigit, text))
                 if narrow and digits <= 0.15 * len(text):  # no tables of data
@@ -136,8 +130,7 @@ def recall_documents(fillers: list[str], count: int, seed: int = 11) -> Iterator
     lower, names = [w for w in words if w.islower()], [w for w in words if not w.islower()]
     for _ in range(count):
         n = draw.randint(2, 14)
-        one, two, three = (draw.sample(lower, n) for _ in range(3))
-        some = draw.sample(names, n)
+        one, two, three, some = (draw.sample(of, n) for of in (lower, lower, lower, names))
         number = [str(draw.randint(2, 999)) for _ in range(n)]
         triples = list(zip(one, two, three, strict=True))
         forms = [
@@ -148,12 +141,9 @@ def recall_documents(fillers: list[str], count: int, seed: int = 11) -> Iterator
             [(f'"{a}": "{b}",', f'assert table["{a}"] == "{b}"') for a, b in zip(one, two, strict=True)],
             [(f"def {a}_{b}(self, {c}):", f"        self.{a}_{b}({c})") for a, b, c in triples],
         ]
-        pairs = draw.choice(forms)
-        filler = draw.choice(fillers)
-        length = draw.choice((0, 120, 300, 600, 1200))
+        pairs, filler, length = draw.choice(forms), draw.choice(fillers), draw.choice((0, 120, 300, 600, 1200))
         start = draw.randrange(max(1, len(filler) - length))
-        again = draw.sample(pairs, n)
-        told, asked = "\n".join(said for said, _ in pairs), "\n".join(asked for _, asked in again)
+        told, asked = "\n".join(said for said, _ in pairs), "\n".join(asked for _, asked in draw.sample(pairs, n))
         yield "\n\n".join([told, filler[start : start + length], asked])
 
 
@@ -206,9 +196,8 @@ def remove_overlap(documents: dict[str, list[str]], held_out: dict[str, str]) ->
             found.shared_before += len(shared)
             for name, held in grams.items():
                 found.by_held_out[name] += sum(g in held for g in shared)
-            if shared:
-                found.removed += 1
-            else:
+            found.removed += bool(shared)
+            if not shared:
                 kept[source].append(text)
         found.shared_after = sum(g in union for text in kept[source] for g in ngrams(text))
         report[source] = found
@@ -229,8 +218,7 @@ def train_tokenizer(documents: dict[str, list[str]], vocab_size: int, per_source
                 yield text
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     how = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(sample(), how)

@@ -27,10 +27,8 @@ def main(arguments: Sequence[str]) -> int:
         found = calibrate(place.model(config).model, windows, source={"model": name, "text": text.source})
         path = SHIPPED_CALIBRATIONS / f"{name}.json"
         # Five digits, which is more than a percentile of a few thousand tokens has.
-        percentiles = {
-            key: [None if row is None else [float(f"{value:.5g}") for value in row] for row in rows]
-            for key, rows in found.percentiles.items()
-        }
+        digits = lambda row: None if row is None else [float(f"{value:.5g}") for value in row]
+        percentiles = {key: [*map(digits, rows)] for key, rows in found.percentiles.items()}
         dataclasses.replace(found, percentiles=percentiles).save(path)
         path.chmod(0o644)  # it is shipped
         print(f"{path}: {', '.join(percentiles)}")

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pandas as pd
 import torch
@@ -76,8 +77,7 @@ def progress(name: str, steps: range) -> Iterable[int]:
 
 
 def detection(options: argparse.Namespace) -> None:
-    sizes = {name: getattr(options, name) for name in PLANNED}
-    plan = Plan(**sizes, seeds=tuple(options.seeds), folder=options.folder)
+    plan = Plan(**{name: getattr(options, name) for name in PLANNED}, seeds=tuple(options.seeds), folder=options.folder)
     if options.processes < 1:
         raise ConfigError(f"processes={options.processes}: give at least 1.")
     finished = options.timing_only or options.cost_only
@@ -90,17 +90,15 @@ def detection(options: argparse.Namespace) -> None:
         elif options.cost_only:
             found["cost"] = pd.concat(workers.map(frames.cost, options.seeds), ignore_index=True)
         elif not options.timing_only:
-            alone = options.processes == 1
-            if alone:
+            if alone := options.processes == 1:
                 for number, part in tasks(options.seeds, parts):
                     seeds[options.seeds.index(number)].train(part)
             else:
                 workers.train(options.seeds, parts, print)
             if options.only:
                 return
-            found = frames.study(
-                seeds, (measured(seed, more) for seed in seeds) if alone else workers.map(measured, options.seeds, more)
-            )
+            each = (measured(seed, more) for seed in seeds) if alone else workers.map(measured, options.seeds, more)
+            found = frames.study(seeds, each)
     if not (options.no_timing or options.sizes_only or options.cost_only):
         found |= {"timing": frames.timing(seeds[0], more), "parts": frames.parts(seeds[0])}
     print("Written: " + ", ".join(map(str, frames.write(found, options.output))))
@@ -136,12 +134,10 @@ def language(options: argparse.Namespace) -> None:
     }  # fmt: skip
     replace(chosen.gates, provenance=provenance).save(path)
     (folder / "README.md").write_text(card(folder, options.model), encoding="utf-8")
-    last = found.curve[-10:]
-    print(
-        f"{path}: {path.stat().st_size / 1e3:.1f} kB; last steps: KL {sum(one['kl_nats'] for one in last) / len(last):.4f} nats at "
-        f"{sum(one['saved_pct'] for one in last) / len(last):.1f}% saved; on the other half: kept {chosen.name} at {chosen.saved_pct:.1f}%, KL of each: "
-        + ", ".join(f"{name} {kl:.4f}" for name, kl in chosen.compared.items())
-    )
+    kl, saved = (fmean(one[name] for one in found.curve[-10:]) for name in ("kl_nats", "saved_pct"))
+    each = ", ".join(f"{name} {kl:.4f}" for name, kl in chosen.compared.items())
+    print(f"{path}: {path.stat().st_size / 1e3:.1f} kB; last steps: KL {kl:.4f} nats at {saved:.1f}% saved;", end=" ")
+    print(f"on the other half: kept {chosen.name} at {chosen.saved_pct:.1f}%, KL of each: {each}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,10 +15,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +74,12 @@ class Recipe:
     shortened: tuple[int, int] | None = None  # (from step, to step) between which the learning rate falls straight to 0
 
     @property
-    def steps(self) -> int:
-        return self.shortened[1] if self.shortened else self._planned_steps
-
-    @property
     def _planned_steps(self) -> int:
         return math.ceil(self.total_tokens / self.batch_tokens)
+
+    @property
+    def steps(self) -> int:
+        return self.shortened[1] if self.shortened else self._planned_steps
 
     @property
     def decay_start(self) -> int:
@@ -96,13 +95,8 @@ class Recipe:
         return training_loop.falling(planned, [self.shortened] if self.shortened else [], step)
 
     def context_at(self, step: int) -> int:
-        long = step >= self.decay_start
-        if self.long_from_tokens is not None:
-            long = long or step * self.batch_tokens >= self.long_from_tokens
-        return self.context_tokens if long else self.stable_context_tokens
-
-    def mixture_at(self, step: int) -> tuple[float, ...]:
-        return self.mixture if step < self.decay_start else self.decay_mixture
+        far = self.long_from_tokens is not None and step * self.batch_tokens >= self.long_from_tokens
+        return self.context_tokens if far or step >= self.decay_start else self.stable_context_tokens
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any]) -> Recipe:
@@ -129,22 +123,27 @@ RECIPES = {
     "ladder-gpt2-8m": Recipe(family="gpt2", total_tokens=4_000_000),
     "far-gpt2": _FAR,
     "far-llama": dataclasses.replace(
-        _FAR,
-        family="llama",
-        kv_heads=2,
-        mlp_width=512,
-        start="reference-llama",
-        mixture=(0.24, 0.12, 0.16, 0.26, 0.22),
+        _FAR, family="llama", kv_heads=2, mlp_width=512, start="reference-llama", mixture=(0.24, 0.12, 0.16, 0.26, 0.22),
         decay_mixture=(0.30, 0.10, 0.18, 0.24, 0.18),
     ),
     "reference-llama": Recipe(family="llama", kv_heads=2, mlp_width=512, total_tokens=10_000_000, shortened=(850, 1020)),
-}
+}  # fmt: skip
 
 
 @torch.no_grad()
 def build_model(recipe: Recipe) -> PreTrainedModel:
     torch.manual_seed(recipe.seed)
-    model = _new_model(recipe)
+    own: dict[str, Any] = {
+        "n_inner": recipe.mlp_width, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
+        "activation_function": "gelu_pytorch_tanh",  # one kernel; `gelu_new`: eight
+    } if recipe.family == "gpt2" else {
+        "intermediate_size": recipe.mlp_width, "num_key_value_heads": recipe.kv_heads, "tie_word_embeddings": True,
+    }  # fmt: skip
+    config = AutoConfig.for_model(
+        recipe.family, vocab_size=recipe.vocab_size, max_position_embeddings=recipe.context_tokens, hidden_size=recipe.width,
+        num_hidden_layers=recipe.layers, num_attention_heads=recipe.heads, bos_token_id=0, eos_token_id=0, **own,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
     if recipe.start is not None:
         weights = load_file(start_of(recipe.start) / "model.safetensors")
         for name, tensor in model.state_dict().items():
@@ -158,24 +157,6 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
 def start_of(start: str) -> Path:
     """The folder of a shipped model by its name, or a folder as it is."""
     return SHIPPED / start if (SHIPPED / start).is_dir() else Path(start)
-
-
-def _new_model(recipe: Recipe) -> PreTrainedModel:
-    own: dict[str, Any] = {
-        "intermediate_size": recipe.mlp_width,
-        "num_key_value_heads": recipe.kv_heads,
-        "tie_word_embeddings": True,
-    }
-    if recipe.family == "gpt2":
-        own = {
-            "n_inner": recipe.mlp_width, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
-            "activation_function": "gelu_pytorch_tanh",  # one kernel; `gelu_new`: eight
-        }  # fmt: skip
-    config = AutoConfig.for_model(
-        recipe.family, vocab_size=recipe.vocab_size, max_position_embeddings=recipe.context_tokens, hidden_size=recipe.width,
-        num_hidden_layers=recipe.layers, num_attention_heads=recipe.heads, bos_token_id=0, eos_token_id=0, **own,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config)
 
 
 def optimizers(model: torch.nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
@@ -210,13 +191,13 @@ class Batches:
         recipe = self.recipe
         rng = np.random.default_rng((recipe.seed, step))
         length = recipe.context_at(step)
-        rows = recipe.micro_batch_tokens // length
+        rows, repeats = recipe.micro_batch_tokens // length, recipe.repeats[length == recipe.context_tokens]
+        mixture = recipe.mixture if step < recipe.decay_start else recipe.decay_mixture
         for _ in range(recipe.batch_tokens // recipe.micro_batch_tokens):
-            which = rng.choice(len(self.streams), size=rows, p=recipe.mixture_at(step))
+            which = rng.choice(len(self.streams), size=rows, p=mixture)
             windows = []
             for source in which:
                 window = self._window(source, length, rng)
-                repeats = recipe.repeats[length == recipe.context_tokens]
                 windows.append(with_repeats(window, rng) if repeats and rng.random() < repeats else window)
             # A random offset trains the later learned positions while windows are still short.
             offset = int(rng.integers(0, recipe.context_tokens - length + 1))
@@ -279,14 +260,12 @@ def check_recipe(recipe: Recipe, meta: dict[str, Any], source: Path) -> None:
 
 
 def loss_curve(history: training_loop.History, path: Path, title: str) -> None:
-    def curve(key: str, of: Callable[[Any], float]) -> tuple[list[float], list[float]]:
-        rows = [row for row in history if key in row]
-        return [row["tokens"] / 1e6 for row in rows], [of(row[key]) for row in rows]
-
-    texts = {name: curve("held_out_bits_per_byte", itemgetter(name)) for name in HELD_OUT}
-    tokens, training = "training tokens (millions)", {"training": curve("loss_nats", float)}
-    plots = [(tokens, "training loss (nats per token)", training), (tokens, "held-out bits per byte (24 windows)", texts)]
-    training_loop.draw_curves(path, title, plots)
+    millions = lambda rows: [row["tokens"] / 1e6 for row in rows]
+    rows, texts = ([row for row in history if key in row] for key in ("loss_nats", "held_out_bits_per_byte"))
+    training = {"training": (millions(rows), [row["loss_nats"] for row in rows])}
+    held_out = {name: (millions(texts), [row["held_out_bits_per_byte"][name] for row in texts]) for name in HELD_OUT}
+    curves = {"training loss (nats per token)": training, "held-out bits per byte (24 windows)": held_out}
+    training_loop.draw_curves(path, title, [("training tokens (millions)", up, of) for up, of in curves.items()])
 
 
 def corpus_name(recipe: Recipe) -> str:
@@ -362,12 +341,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     recipe = RECIPES[args.name]
-    if args.total_tokens is not None:
-        recipe = dataclasses.replace(recipe, total_tokens=args.total_tokens)
-    if args.start is not None:
-        recipe = dataclasses.replace(recipe, start=args.start, seed=recipe.seed + 1)
-    if args.shorten is not None:
-        recipe = dataclasses.replace(recipe, shortened=tuple(args.shorten))
+    shortened, seed = args.shorten and tuple(args.shorten), recipe.seed + (args.start is not None)
+    given = {"total_tokens": args.total_tokens, "start": args.start, "shortened": shortened, "seed": seed}
+    recipe = dataclasses.replace(recipe, **{name: value for name, value in given.items() if value is not None})
     torch.set_num_threads(args.threads)
     try:
         train(args.name, recipe, args.data_root, args.work, args.out, args.device)

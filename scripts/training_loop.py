@@ -64,10 +64,8 @@ def run(
             (loss * share).backward()
             loss_nats += loss.item() * share
         if not bool(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite()):
-            raise SystemExit(
-                f"{name}, step {step}: the gradient is not finite (loss {loss_nats}). The last good state is kept in {folder}; "
-                "try a lower learning rate."
-            )
+            broken = f"{name}, step {step}: the gradient is not finite (loss {loss_nats})"
+            raise SystemExit(f"{broken}. The last good state is kept in {folder}; try a lower learning rate.")
         for optim in optims:
             optim.step()
             optim.zero_grad(set_to_none=True)
@@ -93,9 +91,8 @@ def check_recipe(recipe: Any, meta: dict[str, Any], source: Path, free: Collecti
     wrong = [name for name in theirs | ours if theirs.get(name) != ours.get(name) and name not in free]
     if wrong:
         lines = "\n".join(f"  {name}: checkpoint {theirs.get(name)}, now {ours.get(name)}" for name in wrong)
-        raise SystemExit(
-            f"{source} was made by another configuration:\n{lines}\nGive the same values, or another --work. Nothing was changed."
-        )
+        remedy = "Give the same values, or another --work. Nothing was changed."
+        raise SystemExit(f"{source} was made by another configuration:\n{lines}\n{remedy}")
 
 
 def load_state(folder: Path) -> dict[str, Any] | None:
@@ -124,14 +121,8 @@ def restore(
 
 
 def save(
-    folder: Path,
-    recipe: Any,
-    model: torch.nn.Module,
-    optims: Sequence[torch.optim.Optimizer],
-    step: int,
-    history: History,
-    seconds: float,
-) -> None:
+    folder: Path, recipe: Any, model: torch.nn.Module, optims: Sequence[torch.optim.Optimizer], step: int, history: History, seconds: float
+) -> None:  # fmt: skip
     """Replace the last state, by one rename."""
     moments = [optim.state_dict()["state"] for optim in optims]
     file = TrainingFile(folder / STATE, {"recipe": dataclasses.asdict(recipe)})

@@ -30,10 +30,12 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "scancel", "sinfo", "squeue")
+HOST = socket.gethostname().partition(".")[0]
 # Nothing here asks the kernel for more than a container gives: processes are found by their parents, tasks are not bound.
 CONF = """
 ClusterName=quicksilver
@@ -64,7 +66,7 @@ JobAcctGatherFrequency=task=1
 JobAcctGatherParams=OverMemoryKill
 SchedulerParameters=batch_sched_delay=0,sched_interval=1
 KillWait=2
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory=8000 State=UNKNOWN
+NodeName={host} NodeAddr=127.0.0.1 CPUs=2 RealMemory=8000 State=UNKNOWN
 PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
 """
 
@@ -75,9 +77,9 @@ class Trouble(Exception):
 
 def missing() -> str | None:
     """Why there can be no trial on this machine; None: there can."""
-    absent = [program for program in PROGRAMS if _which(program) is None]
-    if absent:
-        return f"{absent[0]} is not installed: apt-get install slurm-wlm munge"
+    for program in PROGRAMS:
+        if _which(program) is None:
+            return f"{program} is not installed: apt-get install slurm-wlm munge"
     return None if os.geteuid() == 0 else f"Slurm's daemons are started as root, and this is {getpass.getuser()}"
 
 
@@ -86,18 +88,16 @@ def _which(program: str) -> str | None:
 
 
 @contextmanager
-def slurm(folder: Path, cpus: int = 2) -> Iterator[dict[str, str]]:
+def slurm(folder: Path) -> Iterator[dict[str, str]]:
     """Start munge and a Slurm of one node; within, programs with this environment talk to it."""
     for name in ("state", "spool"):
         (folder / name).mkdir(parents=True)
-    key, conf, host = folder / "munge.key", folder / "slurm.conf", socket.gethostname().partition(".")[0]
+    key, conf = folder / "munge.key", folder / "slurm.conf"
     key.write_bytes(os.urandom(1024))
     key.chmod(0o400)
-    with socket.socket() as one, socket.socket() as two:
-        for free in (one, two):
-            free.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
         ports = [free.getsockname()[1] for free in (one, two)]
-    conf.write_text(CONF.format(host=host, folder=folder, ports=ports, cpus=cpus))
+    conf.write_text(CONF.format(host=HOST, folder=folder, ports=ports))
     environment = {**os.environ, "SLURM_CONF": str(conf)}
     munge = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
 
@@ -114,7 +114,7 @@ def slurm(folder: Path, cpus: int = 2) -> Iterator[dict[str, str]]:
     try:
         _until((folder / "munge.socket").exists, 30, "munged does not start")
         daemons.append(start("slurmctld", "-D", "-f", str(conf)))
-        daemons.append(start("slurmd", "-D", "-f", str(conf), "-N", host))
+        daemons.append(start("slurmd", "-D", "-f", str(conf), "-N", HOST))
         _until(idle, 60, f"Slurm does not come up (logs in {folder})")
         yield environment
     finally:
@@ -163,21 +163,20 @@ class Sweeping:
             return subprocess.Popen(words, cwd=ROOT, env=self.environment, stdout=log, stderr=log, text=True)
 
     def wait(self, command: subprocess.Popen[str], results: str) -> None:
-        """Until it ends.
-
-        Raises:
-            Trouble: it failed.
-        """
+        """Until it ends. Raises Trouble: it failed."""
         if command.wait():
             raise Trouble(f"the sweep in {results} failed: {(self.folder / f'{results}.log').read_text()[-2000:]}")
 
 
+@dataclass
 class Watcher:
     """Holds what the status and the page of a sweep say against its records."""
 
-    def __init__(self, results: Path, runs: int, workers: int) -> None:
-        self.results, self.runs, self.workers = results, runs, workers
-        self.looks = self.page_behind = 0
+    results: Path
+    runs: int
+    workers: int = 2
+    looks: int = 0
+    page_behind: int = 0
 
     def on_page(self) -> int:
         """How many runs the page says are done."""
@@ -193,8 +192,7 @@ class Watcher:
     def done(self) -> int:
         """How many runs the status says are done.
 
-        Raises:
-            Trouble: it is not as many as there are records, more run than there are workers, or a run failed.
+        Raises Trouble: it is not as many as there are records, more run than there are workers, or a run failed.
         """
         from quicksilver.runs.sweep import Sweep
         from quicksilver.runtime.errors import ConfigError
@@ -220,14 +218,13 @@ class Watcher:
 def trial(folder: Path, runs: int) -> dict[str, float | int]:
     """Kill a worker, kill the head, go on, compare; returns what was counted.
 
-    Raises:
-        Trouble: a record is missing, there twice or another than a serial sweep's, or the status was wrong.
+    Raises Trouble: a record is missing, there twice or another than a serial sweep's, or the status was wrong.
     """
     found: dict[str, float | int] = {"runs": runs}
     with slurm(folder / "slurm") as environment:
         sweeping = Sweeping(folder, environment, runs, windows=3, layers=6, window=32)
         results, some = folder / "slurm_two", max(1, runs // 6)
-        watcher = Watcher(results, runs, workers=2)
+        watcher = Watcher(results, runs)
         head = sweeping.start("slurm_two", 2)
         _until(lambda: watcher.done() >= some or head.poll() is not None, 900, "no run was done in a quarter of an hour")
         _until(lambda: bool(watcher.makers()), 120, "nobody makes a run")
@@ -283,36 +280,34 @@ class BlockWatcher(threading.Thread):
 def one_run(folder: Path, windows: int) -> dict[str, float | int]:
     """Let two workers share one run; kill a worker and the head, end a job's time and its memory, take the node down; compare.
 
-    Raises:
-        Trouble: the record is missing, or another than that of one process; more than two blocks were computed twice.
+    Raises Trouble: the record is missing, or another than that of one process; more than two blocks were computed twice.
     """
     found: dict[str, float | int] = {"windows": windows, "load_before": os.getloadavg()[0]}
     with slurm(folder / "slurm") as environment, ExitStack() as at_the_end:
         sweeping = Sweeping(folder, environment, 1, windows, layers=24, window=256)
         results, log = folder / "shared", folder / "shared.log"
-        watcher, looker = Watcher(results, 1, workers=2), BlockWatcher(results)
+        watcher, looker = Watcher(results, 1), BlockWatcher(results)
         looker.start()
         heads = [sweeping.start("shared", 2)]
         at_the_end.callback(lambda: heads[-1].kill())
-        node = socket.gethostname().partition(".")[0]
 
-        def slurm_does(*words: str) -> None:
-            subprocess.run(words, env=environment, capture_output=True, check=True)
+        def slurm_does(*words: str, check: bool = True) -> str:
+            return subprocess.run(words, env=environment, capture_output=True, text=True, check=check).stdout
 
         def jobs() -> list[str]:
-            asked = ["squeue", "--noheader", "--array", "--states=RUNNING", "--format=%i"]
-            return subprocess.run(asked, env=environment, capture_output=True, text=True).stdout.split()
+            return slurm_does("squeue", "--noheader", "--array", "--states=RUNNING", "--format=%i", check=False).split()
 
         def more_blocks() -> bool:
             """Wait for some blocks, and say whether the run is over; the command goes on where its workers are gone."""
             enough = len(looker.published) + max(1, 2 * windows // 32 // 8)  # of the dense run and of the run
-            end = time.monotonic() + 900
-            while len(looker.published) < enough and watcher.done() == 0:
-                if heads[-1].poll() is not None:
+
+            def made() -> bool:
+                there = len(looker.published) >= enough or watcher.done() > 0
+                if not there and heads[-1].poll() is not None:
                     heads.append(sweeping.start("shared", 2))
-                if time.monotonic() > end:
-                    raise Trouble("no block is made in a quarter of an hour")
-                time.sleep(0.1)
+                return there
+
+            _until(made, 900, "no block is made in a quarter of an hour")
             return watcher.done() == 1
 
         def the_worker() -> None:
@@ -336,10 +331,9 @@ def one_run(folder: Path, windows: int) -> dict[str, float | int]:
                 raise Trouble("a job had more memory than it asked for, and nobody says so")
 
         def the_node() -> None:
-            slurm_does("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=trial")
+            slurm_does("scontrol", "update", f"NodeName={HOST}", "State=DOWN", "Reason=trial")
             time.sleep(3)
-            with suppress(subprocess.CalledProcessError):  # it came back by itself
-                slurm_does("scontrol", "update", f"NodeName={node}", "State=RESUME")
+            slurm_does("scontrol", "update", f"NodeName={HOST}", "State=RESUME", check=False)  # it may come back by itself
 
         for kill in (the_worker, the_head, the_memory, the_node, the_time):
             over = more_blocks()
@@ -353,10 +347,10 @@ def one_run(folder: Path, windows: int) -> dict[str, float | int]:
         sweeping.wait(sweeping.start("serial"), "serial")
         _compare(_records(results), _records(folder / "serial"), 2)
         for record in (folder / "serial" / "runs").glob("[!.]*"):
-            for name in ("windows.parquet", "trace.safetensors"):
-                there = [place / name for place in (record, results / "runs" / record.name)]
-                if there[0].exists() and there[0].read_bytes() != there[1].read_bytes():
-                    raise Trouble(f"{there[1]} is not that of one process")
+            for path in (record / "windows.parquet", record / "trace.safetensors"):
+                shared = results / "runs" / record.name / path.name
+                if path.exists() and path.read_bytes() != shared.read_bytes():
+                    raise Trouble(f"{shared} is not that of one process")
         found |= looker.again()
         if found["blocks_computed_twice"] > 2:
             raise Trouble(f"{found['blocks_computed_twice']} blocks were computed twice")
@@ -405,8 +399,7 @@ def _compare(ours: dict[str, tuple[float, int]], serial: dict[str, tuple[float, 
     lost, more = serial.keys() - ours.keys(), ours.keys() - serial.keys()
     if lost or more:
         raise Trouble(f"{len(lost)} records are lost and {len(more)} are of no run")
-    wrong = [f"{name} has {ours[name]}, not {numbers}" for name, numbers in serial.items() if numbers != ours[name]]
-    if wrong:
+    if wrong := [f"{name} has {ours[name]}, not {numbers}" for name, numbers in serial.items() if numbers != ours[name]]:
         raise Trouble(f"{len(wrong)} records are not those of a serial sweep: {wrong[0]}")
 
 
@@ -418,8 +411,7 @@ def main() -> int:
     parser.add_argument("--speed", action="store_true", help="time one worker and two instead: give the machine to it alone")
     parser.add_argument("--keep", action="store_true", help="keep the temporary folder")
     asked = parser.parse_args()
-    reason = missing()
-    if reason is not None:
+    if (reason := missing()) is not None:
         print(f"No trial: {reason}.", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is stopped then as well

@@ -96,36 +96,29 @@ def build(project: str, entity: str, site: Collection, workspaces: Any) -> Any:
         "pictures": lambda title, keys: workspaces.MediaBrowser(title=title, media_keys=list(keys)),
     }
     blocks = [workspaces.TableOfContents()]
-    for section in outline(site):
-        blocks.append(workspaces.H1(text=section.title))
-        blocks += [workspaces.MarkdownBlock(text=section.text)] if section.text else []
-        if section.panels:
-            chosen = {"filters": f'Metric("group") == "{section.sweep}"'} if section.sweep else {}
-            runs = workspaces.Runset(**where, name=section.sweep or "all runs", **chosen)
-            panels = [kinds[kind](title, keys) for kind, title, keys in section.panels]
-            blocks.append(workspaces.PanelGrid(runsets=[runs], panels=panels))
+    for title, text, specs, sweep in outline(site):
+        blocks.append(workspaces.H1(text=title))
+        blocks += [workspaces.MarkdownBlock(text=text)] if text else []
+        if specs:
+            chosen = {"filters": f'Metric("group") == "{sweep}"'} if sweep else {}
+            runs = workspaces.Runset(**where, name=sweep or "all runs", **chosen)
+            blocks.append(workspaces.PanelGrid(runsets=[runs], panels=[kinds[kind](name, keys) for kind, name, keys in specs]))
     return workspaces.Report(**where, title=TITLE, blocks=blocks)
 
 
 def missing() -> list[str]:
     """What keeps this machine from building a report, with the remedy; asks no network."""
-    said = [
-        f"The package {name.replace('_', '-')} is not installed: pip install {name.replace('_', '-')}"
-        for name in NEEDED
-        if importlib.util.find_spec(name) is None
-    ]
-    if "WANDB_API_KEY" not in os.environ and not _in_netrc():
+    absent = (name.replace("_", "-") for name in NEEDED if importlib.util.find_spec(name) is None)
+    said = [f"The package {name} is not installed: pip install {name}" for name in absent]
+    # Whether `wandb login` left a key; it is not read.
+    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    logged_in = path.is_file() and host in path.read_text(encoding="utf-8", errors="replace")
+    if "WANDB_API_KEY" not in os.environ and not logged_in:
         said.append("Nobody is logged in to W&B: wandb login, or set WANDB_API_KEY.")
     if os.environ.get("WANDB_MODE") in ("offline", "disabled"):
         said.append(f"WANDB_MODE={os.environ['WANDB_MODE']}: a report lives on the server, unset it.")
     return said
-
-
-def _in_netrc() -> bool:
-    """Whether `wandb login` left a key; it is not read."""
-    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    return path.is_file() and host in path.read_text(encoding="utf-8", errors="replace")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -140,10 +133,9 @@ def main(words: Sequence[str] | None = None) -> int:
         for section in outline(site):
             print(section.title, *(f"  {spec.kind}: {spec.title} ({', '.join(spec.keys)})" for spec in section.panels), sep="\n")
         return 0
-    said = missing()
-    if said:
-        said.append("Until then, make report gives the same tables and figures as a local site.")
-        print("The report was not built.", *said, sep="\n  ", file=sys.stderr)
+    if said := missing():
+        until = "Until then, make report gives the same tables and figures as a local site."
+        print("The report was not built.", *said, until, sep="\n  ", file=sys.stderr)
         return 1
     import wandb_workspaces.reports.v2 as workspaces
 

@@ -18,15 +18,13 @@ from . import tables as results
 from .scenes import corners
 
 CURVES = (
-    *(("box", "learned"), ("uniform", "learned"), ("random", "random"), ("norm", "norm"), ("static", "static")),
-    *(("gentle", "learned"), ("wide_gentle", "learned")),
-)
-ACROSS = {
-    "tokens": "token-layers computed, %",
-    "executed_flops_saved_pct": "executed FLOPs saved, %",
-    "encoder_latency_ratio": "encoder's time, % of the dense one's",
-}
-SHORT = {"tokens": "tokens", "executed_flops_saved_pct": "FLOPs", "encoder_latency_ratio": "time"}
+    ("box", "learned"), ("uniform", "learned"), ("random", "random"), ("norm", "norm"), ("static", "static"), ("gentle", "learned"),
+    ("wide_gentle", "learned"),
+)  # fmt: skip
+ACROSS = {  # by column: in short, and in full
+    "tokens": ("tokens", "token-layers computed, %"), "executed_flops_saved_pct": ("FLOPs", "executed FLOPs saved, %"),
+    "encoder_latency_ratio": ("time", "encoder's time, % of the dense one's"),
+}  # fmt: skip
 KINDS = {"box": "Gates, box weights", "uniform": "Gates, uniform weights"}
 ASKED = 0.9  # of the operations saved
 
@@ -72,9 +70,8 @@ def _finding(found: pd.DataFrame) -> str:
 
 def _curves(plot: Any, found: pd.DataFrame, across: str, ap: str, scale: float) -> None:
     """AP of every policy against a column, with the dense detector's as a line."""
-    plot.set_title(f"{'Recycled' if ap == 'ap' else 'Not recycled'}: {SHORT[across]}")
-    plot.set_ylim(-0.02, 0.7)
-    plot.set_xlabel(ACROSS[across])
+    short, label = ACROSS[across]
+    plot.set(title=f"{'Recycled' if ap == 'ap' else 'Not recycled'}: {short}", ylim=(-0.02, 0.7), xlabel=label)
     if found.empty:
         return
     dense = found.loc[found["detector"] == "control", ap].iloc[0]
@@ -91,12 +88,10 @@ def _curves(plot: Any, found: pd.DataFrame, across: str, ap: str, scale: float) 
 
 def _training(plot: Any, trained: pd.DataFrame) -> None:
     """Share of token-layers left, and of pillars in boxes, by step."""
-    plot.set_title("Training of the gates")
-    plot.set_xlabel("step")
-    plot.set_ylabel("share left")
+    plot.set(title="Training of the gates", xlabel="step", ylabel="share left")
     if trained.empty:
         return
-    for place, detector in enumerate(("box", "uniform")):
+    for place, detector in enumerate(KINDS):
         steps = trained[trained["detector"] == detector].groupby("step")[["tokens", "kept_in_box"]].mean()
         for column, said, dash in (("tokens", "token-layers", "-"), ("kept_in_box", "pillars in boxes, last layer", ":")):
             line(plot, steps.index, steps[column], label=f"{detector}: {said}", color=PALETTE[place], linestyle=dash)
@@ -171,10 +166,8 @@ def figure_detection_size(outcomes: Sequence[Outcome], name: str) -> Figure:
     with style():
         drawing, plots = panels(1, 1, size=(5.2, 3.4))
         plot = plots[0, 0]
-        plot.set_xlabel("width of the encoder")
-        plot.set_ylabel("time saved ÷ FLOPs saved")
+        plot.set(xlabel="width of the encoder", ylabel="time saved ÷ FLOPs saved", ylim=(0, 1.1))
         plot.set_xscale("log", base=2)
-        plot.set_ylim(0, 1.1)
         groups = [] if found.empty else found.groupby(["pillars", "scenes_a_pass"])
         for place, ((pillars, scenes), points) in enumerate(groups):
             said = f"{pillars} pillars, {'one scene' if scenes == 1 else f'{scenes} scenes'} a pass"
@@ -183,8 +176,9 @@ def figure_detection_size(outcomes: Sequence[Outcome], name: str) -> Figure:
             # Less time is more saved: the high end of the ratio is the low end of the bar.
             ends = (points["latency_ratio"] - points[f"latency_ratio_{end}"] for end in ("high", "low"))
             spread = whiskers(points["realized"], *(points["realized"] + end * share for end in ends))
-            bars = look(place, label=said, elinewidth=0.7, capsize=1.5)
-            plot.errorbar(points["width"], points["realized"], yerr=spread, **bars)
+            plot.errorbar(
+                points["width"], points["realized"], yerr=spread, **look(place, label=said, elinewidth=0.7, capsize=1.5)
+            )
         if not found.empty:
             widths = sorted(set(found["width"]))
             plot.set_xticks(widths, [str(width) for width in widths])

@@ -52,35 +52,29 @@ SIZES = (*((width, side, 1) for side in (24, 48) for width in (48, 96, 192, 384)
 def study(seeds: Sequence[SeedRuns], measured: Iterable[Sequence[Measured]]) -> dict[str, pd.DataFrame]:
     """Every frame but the one of times, by the name of its file; measured: the evaluations of each seed."""
     rows, found = evaluations([seed.seed for seed in seeds], measured)
-    return {
-        "evaluations": rows,
-        "differences": differences(found),
-        "curves": curves(seeds),
-        "gradients": gradients(seeds[0]),
-        "scene": scene(seeds[0]),
-        "scene_boxes": boxes(seeds[0]),
-        "about": about(seeds),
-    }
+    # Loss and tokens left by training step, of the detectors that learn whom to halt and of the control.
+    learning = ((seed, name, entry) for seed in seeds for name in ("control", *LEARNED) for entry in seed.train(name).curve)
+    curves = pd.DataFrame([{"seed": seed.seed, "detector": name, **entry} for seed, name, entry in learning])
+    made = {"gradients": gradients(seeds[0]), "scene": scene(seeds[0]), "scene_boxes": boxes(seeds[0]), "about": about(seeds)}
+    return {"evaluations": rows, "differences": differences(found), "curves": curves, **made}
 
 
 def evaluations(seeds: Sequence[int], measured: Iterable[Sequence[Measured]]) -> tuple[pd.DataFrame, dict[Key, list[Evaluation]]]:
     """Every detector under every policy: a row a seed, and the evaluations by detector, policy and dial."""
-    rows: list[dict[str, object]] = []
-    found: dict[Key, list[Evaluation]] = {}
+    rows, found = [], dict[Key, list[Evaluation]]()
     for seed, of_seed in zip(seeds, measured, strict=True):
         dense = next(one for name, policy, _, one in of_seed if (name, policy) == ("control", "dense"))
         for name, policy, dial, one in of_seed:
             found.setdefault((name, policy, dial), []).append(one)
-            row = {"seed": seed, "detector": name, "policy": policy, "dial": dial, "tokens": one.tokens.mean()}
-            row["executed_flops"] = one.executed_flops.mean()
-            row["executed_flops_saved_pct"] = 100 * (1 - one.executed_flops.mean() / dense.executed_flops.mean())
-            row["kept_in_box"] = one.kept_in_box.mean()
-            for recycled in (True, False):
-                for strict in (True, False):
-                    column = f"ap{'' if recycled else '_unrecycled'}{'' if strict else '_loose'}"
-                    row[column] = one.ap(recycled=recycled, strict=strict)
-            row["ap_car"], row["ap_pedestrian"] = one.ap_by_class()
-            rows.append(row)
+            car, pedestrian = one.ap_by_class()
+            rows.append({
+                "seed": seed, "detector": name, "policy": policy, "dial": dial, "tokens": one.tokens.mean(),
+                "executed_flops": one.executed_flops.mean(),
+                "executed_flops_saved_pct": 100 * (1 - one.executed_flops.mean() / dense.executed_flops.mean()),
+                "kept_in_box": one.kept_in_box.mean(), "ap": one.ap(), "ap_loose": one.ap(strict=False),
+                "ap_unrecycled": one.ap(recycled=False), "ap_unrecycled_loose": one.ap(recycled=False, strict=False),
+                "ap_car": car, "ap_pedestrian": pedestrian,
+            })  # fmt: skip
     return pd.DataFrame(rows), found
 
 
@@ -114,18 +108,10 @@ def compared(found: Collection[Key]) -> list[tuple[Key, str, bool, Key]]:
     return pairs
 
 
-def curves(seeds: Sequence[SeedRuns]) -> pd.DataFrame:
-    """Loss and tokens left by training step, of the detectors that learn whom to halt and of the control."""
-    return pd.DataFrame([
-        {"seed": seed.seed, "detector": name, **entry}
-        for seed in seeds for name in ("control", *LEARNED) for entry in seed.train(name).curve
-    ])  # fmt: skip
-
-
-def scene(seed: SeedRuns, number: int = 0) -> pd.DataFrame:
+def scene(seed: SeedRuns) -> pd.DataFrame:
     """One validation scene from above: a row a pillar with its place, points (log), and how far it went with each kind of gates."""
     plan = seed.plan
-    data = plan.validation_data.take(slice(number, number + 1))
+    data = plan.validation_data.take(slice(0, 1))
     frame = pd.DataFrame(plan.maker.grid.centres(), columns=["x", "y"])
     frame = frame.assign(log_points=data.features[0, :, 0], height_m=data.features[0, :, 4], in_box=data.in_box[0])
     for name in ("box", "uniform"):
@@ -134,11 +120,10 @@ def scene(seed: SeedRuns, number: int = 0) -> pd.DataFrame:
     return frame
 
 
-def boxes(seed: SeedRuns, number: int = 0) -> pd.DataFrame:
+def boxes(seed: SeedRuns) -> pd.DataFrame:
     """The labelled boxes of that scene."""
     data = seed.plan.validation_data
-    frame = pd.DataFrame(data.boxes[number], columns=["x", "y", "length", "width", "yaw"])
-    return frame.assign(label=data.labels[number])
+    return pd.DataFrame(data.boxes[0], columns=["x", "y", "length", "width", "yaw"]).assign(label=data.labels[0])
 
 
 def about(seeds: Sequence[SeedRuns]) -> pd.DataFrame:
@@ -220,20 +205,18 @@ def accuracy(true: np.ndarray, estimated: np.ndarray) -> dict[str, float]:
     Signs are compared where the true effect is not negligible (above a hundredth of the largest).
     """
     matters = np.abs(true) > 0.01 * np.abs(true).max()
-    return {
-        "correlation": float(np.corrcoef(true, estimated)[0, 1]),
-        "same_sign": float((np.sign(true) == np.sign(estimated))[matters].mean()),
-        "relative_error": float(np.abs(true - estimated).mean() / np.abs(true).mean()),
-        "decisions": len(true),
-    }
+    same_sign, error = (
+        (np.sign(true) == np.sign(estimated))[matters].mean(),
+        np.abs(true - estimated).mean() / np.abs(true).mean(),
+    )
+    found = {"correlation": np.corrcoef(true, estimated)[0, 1], "same_sign": same_sign, "relative_error": error}
+    return {**{name: float(value) for name, value in found.items()}, "decisions": len(true)}
 
 
 def gradients(seed: SeedRuns, scenes: int = 3, tokens: int = 24) -> pd.DataFrame:
     """How near each estimate is to what turning a decision round does to the detection loss, by the layer it is taken after."""
     model, data = seed.train("control").model, seed.plan.validation_data
-    rng = np.random.default_rng(0)
-    n = data.features.shape[1]
-    rows = []
+    rng, n, rows = np.random.default_rng(0), data.features.shape[1], []
     for layer in range(model.config.num_hidden_layers - 1):
         parts = []
         for number in range(scenes):
@@ -248,8 +231,8 @@ def gradients(seed: SeedRuns, scenes: int = 3, tokens: int = 24) -> pd.DataFrame
         for name in parts[0].estimated:
             estimated = np.concatenate([part.estimated[name] for part in parts])
             for which, mask in (("kept", kept), ("halted", ~kept)):
-                place = {"after_layer": layer, "taken": which, "estimate": name}
-                rows.append(place | accuracy(true[mask], estimated[mask]))
+                found = accuracy(true[mask], estimated[mask])
+                rows.append({"after_layer": layer, "taken": which, "estimate": name, **found})
     return pd.DataFrame(rows)
 
 
@@ -266,9 +249,7 @@ class Timed(ExitStack):
         embedded: the scenes as the encoder takes them, a pass each: (B, N, D).
     """
 
-    def __init__(
-        self, model: PillarDetector, policy: Policy | None, scenes: Sequence[Scene], grid: Grid, a_pass: int = 1
-    ) -> None:
+    def __init__(self, model: Any, policy: Policy | None, scenes: Sequence[Scene], grid: Grid, a_pass: int = 1) -> None:
         super().__init__()
         self.model = cast(PillarDetector, shared_weight_copy(model))  # one that no other run acts on
         self.policy, self.scenes, self.grid = policy, scenes, grid
@@ -322,9 +303,8 @@ def timing(seed: SeedRuns, more: Sequence[str] = (), repeats: int = 15, scenes: 
             runs[name, "dense", 0.0] = one.model, None
         else:
             runs |= {(name, "learned", threshold): (one.model, gated(one, threshold)) for threshold in TIMED}
-    rows = []
+    rows, made, grid = [], seed.plan.validation_scenes(scenes), seed.plan.maker.grid
     with ExitStack() as stack:
-        made, grid = seed.plan.validation_scenes(scenes), seed.plan.maker.grid
         ready = {key: stack.enter_context(Timed(*run, made, grid)) for key, run in runs.items()}
         names = {key: " ".join(map(str, key)) for key in ready}
         dense = next(iter(ready))
@@ -411,8 +391,8 @@ def _taken(timed: Timed, scene: Scene) -> dict[str, float]:
                 said = model.head(model.encoder.norm(hidden))
             with watch.part("boxes and suppression"):
                 decode(said, timed.grid)
-    found = {part: ms for (part, _), ms in watch.times_ms().items()}
     # A layer that no token is left for is not called.
+    found = {part: ms for (part, _), ms in watch.times_ms().items()}
     return found | {layer: found.get(layer, 0.0) for layer in (f"layer {i}" for i in range(model.config.num_hidden_layers))}
 
 

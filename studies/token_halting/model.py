@@ -43,12 +43,8 @@ def features(scene: Scene, grid: Grid) -> np.ndarray:
     offset = (points[:, :2] - centres[pillar]) / grid.size_m
     z = points[:, 2].astype(np.float64)
     count = np.bincount(pillar, minlength=n).astype(np.float64)
-    some = np.maximum(count, 1)
-
-    def mean(values: np.ndarray) -> np.ndarray:
-        return np.bincount(pillar, values, minlength=n) / some
-
-    highest, lowest = np.zeros(n), np.zeros(n)
+    mean = lambda values: np.bincount(pillar, values, minlength=n) / np.maximum(count, 1)
+    highest, lowest = np.zeros((2, n))
     np.maximum.at(highest, pillar, z)
     np.minimum.at(lowest, pillar, z)
     spread = np.sqrt(np.maximum(mean(z**2) - mean(z) ** 2, 0))
@@ -58,11 +54,9 @@ def features(scene: Scene, grid: Grid) -> np.ndarray:
     cells = np.bincount(cell_index, z > 0.25, minlength=n * SUB**2).reshape(n, -1)
     tops = np.zeros(n * SUB**2)
     np.maximum.at(tops, cell_index, z)
-    parts = [
-        np.log1p(count)[:, None], mean(offset[:, 0])[:, None], mean(offset[:, 1])[:, None], mean(z)[:, None], highest[:, None],
-        lowest[:, None], spread[:, None], np.log1p(bins), np.log1p(cells), tops.reshape(n, -1), position_waves(grid),
-    ]  # fmt: skip
-    return np.concatenate(parts, axis=1).astype(np.float32)
+    single = (np.log1p(count), mean(offset[:, 0]), mean(offset[:, 1]), mean(z), highest, lowest, spread)
+    several = (np.log1p(bins), np.log1p(cells), tops.reshape(n, -1), position_waves(grid))
+    return np.column_stack([*single, *several]).astype(np.float32)
 
 
 @cache
@@ -105,11 +99,8 @@ class Batch:
 
 def batch_of(scenes: list[Scene], grid: Grid) -> Batch:
     """Features and targets of scenes; each is checked (`Scene.check`)."""
-    columns: list[list[np.ndarray]] = [[], [], [], [], []]
-    for number, scene in enumerate(scenes):
-        scene.check(grid, f"scene {number}")
-        for column, value in zip(columns, (features(scene, grid), *targets(scene, grid)), strict=True):
-            column.append(value)
+    checked = [scene.check(grid, f"scene {number}") for number, scene in enumerate(scenes)]
+    columns = zip(*((features(scene, grid), *targets(scene, grid)) for scene in checked), strict=True)
     given, heat, regression, near, in_box = (torch.from_numpy(np.stack(column)) for column in columns)
     return Batch(given, heat, regression, near, in_box, [scene.boxes for scene in scenes], [scene.labels for scene in scenes])
 
@@ -117,8 +108,7 @@ def batch_of(scenes: list[Scene], grid: Grid) -> Batch:
 def targets(scene: Scene, grid: Grid) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Heat (N, C), regression (N, 6), its weight (N,) and pillars in a box (N,) bool, as CenterPoint has them (arXiv 2006.11275)."""
     centres = grid.centres()
-    heat = np.zeros((grid.n_pillars, len(CLASSES)), dtype=np.float32)
-    regression = np.zeros((grid.n_pillars, N_REGRESSED), dtype=np.float32)
+    heat, regression = (np.zeros((grid.n_pillars, columns), dtype=np.float32) for columns in (len(CLASSES), N_REGRESSED))
     near = np.zeros(grid.n_pillars, dtype=np.float32)
     for (x, y, length, width, yaw), label in zip(scene.boxes, scene.labels, strict=True):
         offset = np.array([x, y]) - centres
@@ -153,10 +143,8 @@ def decode(outputs: torch.Tensor, grid: Grid, *, score_above: float = 0.05, over
     found = []
     for row in range(batch):
         label, x, y = peak[row].nonzero(as_tuple=True)
-        pillar = x * grid.side + y
-        scores = heat[row][peak[row]]
-        best = scores.argsort(descending=True, stable=True)[: 3 * MAX_BOXES]
-        label, pillar, scores = label[best], pillar[best], scores[best]
+        best = heat[row][peak[row]].argsort(descending=True, stable=True)[: 3 * MAX_BOXES]
+        label, pillar, scores = label[best], (x * grid.side + y)[best], heat[row][peak[row]][best]
         said = outputs[row, pillar, n_classes:].double()
         size = said[:, 2:4].clamp(-2, 3).exp()
         yaw = torch.atan2(said[:, 4], said[:, 5]) / 2
@@ -331,19 +319,15 @@ class PillarDetector(_AsTorchDrawsIt):
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a detector."""
+    """Of a detector. The feed-forward part is twice as wide."""
 
     width: int = 48
     layers: int = 4
     heads: int = 3
 
-    def config(self) -> EncoderConfig:
-        """The feed-forward part is twice as wide."""
-        sizes: dict[str, Any] = {"num_hidden_layers": self.layers, "num_attention_heads": self.heads}
-        return EncoderConfig(hidden_size=self.width, intermediate_size=2 * self.width, **sizes)
-
 
 def detector(shape: Shape, seed: int) -> PillarDetector:
     """A fresh one, drawn by `seed`."""
+    sizes: dict[str, Any] = {"num_hidden_layers": shape.layers, "num_attention_heads": shape.heads}
     torch.manual_seed(seed)
-    return PillarDetector(shape.config()).eval()
+    return PillarDetector(EncoderConfig(hidden_size=shape.width, intermediate_size=2 * shape.width, **sizes)).eval()

@@ -12,8 +12,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from graphlib import TopologicalSorter
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,8 +42,7 @@ THRESHOLDS = (0.3, 0.5, 0.7)
 FINER = (0.3, 0.4, 0.5, 0.7)  # between 0.3 and 0.5 detectors that start from the control begin to lose
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One training of the study.
 
     Args:
@@ -62,14 +62,6 @@ class Part:
     rule: str | None = None
     teacher: str | None = None
     layers: bool = True
-
-    def recipe(self, plan: Plan, seed: int) -> Recipe:
-        if self.start is None:
-            return Recipe(plan.steps, seed=seed)
-        shared: dict[str, Any] = {"learning_rate": 1.5e-3, "seed": seed + 100, "base_rate": self.base_rate}
-        if self.gates:
-            shared |= {"tokens": plan.tokens, "box_weight": self.box_weight, "imitates": float(self.teacher is not None)}
-        return Recipe(plan.tuning_steps, **shared)
 
 
 ALL_PARTS = {
@@ -105,8 +97,7 @@ def part_of(name: str) -> tuple[Part, str]:
 def needs(name: str) -> list[str]:
     """The parts that must be finished before this one."""
     part, prefix = part_of(name)
-    found = (part.start, part.teacher, "box" if part.rule else None)
-    return [prefix + one for one in found if one is not None]
+    return [prefix + one for one in (part.start, part.teacher, part.rule and "box") if one is not None]
 
 
 @dataclass(frozen=True)
@@ -143,22 +134,18 @@ class Plan:
 
     @cached_property
     def _frames(self) -> list[Scene]:
-        assert self.folder is not None
+        if self.folder is None:
+            return []
         found = read_scenes(self.folder, self.maker.grid, self.scenes + self.validation)
         if len(found) < self.scenes + self.validation:
             asked = f"{self.scenes} for training with {self.validation} for measuring were asked for"
             raise ConfigError(f"{self.folder} has {len(found)} frames, and {asked}: ask for fewer (--scenes, --validation).")
         return found
 
-    def _scenes(self, n: int, *, validation: bool) -> list[Scene]:
-        if self.folder is not None:
-            return self._frames[self.scenes if validation else 0 :][:n]
-        first = VALIDATION if validation else 0
-        return [self.maker.scene(first + seed) for seed in range(n)]
-
     @cached_property
     def training_data(self) -> Batch:
-        return batch_of(self._scenes(self.scenes, validation=False), self.maker.grid)
+        made = self._frames[: self.scenes] or [self.maker.scene(seed) for seed in range(self.scenes)]
+        return batch_of(made, self.maker.grid)
 
     @cached_property
     def validation_data(self) -> Batch:
@@ -166,7 +153,7 @@ class Plan:
 
     def validation_scenes(self, n: int) -> list[Scene]:
         """The first `n` scenes that are measured."""
-        return self._scenes(n, validation=True)
+        return self._frames[self.scenes :][:n] or [self.maker.scene(VALIDATION + seed) for seed in range(n)]
 
 
 @dataclass
@@ -190,11 +177,14 @@ class SeedRuns:
         (part, prefix), plan = part_of(name), self.plan
         shape = plan.wide if prefix else plan.shape
         shape = shape if part.layers else replace(shape, layers=0)
-        recipe = part.recipe(plan, self.seed)
+        recipe, halts = Recipe(plan.steps, seed=self.seed), dict[str, Any]()
+        if part.gates:
+            halts = {"tokens": plan.tokens, "box_weight": part.box_weight, "imitates": float(part.teacher is not None)}
+        if part.start is not None:
+            recipe = Recipe(plan.tuning_steps, learning_rate=1.5e-3, seed=self.seed + 100, base_rate=part.base_rate, **halts)
         path = self.folder / f"seed{self.seed}" / f"{name}.safetensors"
         if path.is_file() or not self.may_train:
-            found = trained(path, shape)
-            if found.step == recipe.steps:
+            if (found := trained(path, shape)).step == recipe.steps:
                 return found
             if not self.may_train:
                 done = f"{path} was trained for {found.step} of {recipe.steps} steps"
@@ -215,9 +205,8 @@ class SeedRuns:
     @cached_property
     def rates(self) -> list[float]:
         """Share of all tokens that halts after each layer under the gates with box weights, on training scenes."""
-        box = self.train("box")
-        found = evaluate(box.model, self.plan.training_data.take(slice(0, 48)), self.plan.maker.grid, gated(box))
-        return halted_shares(found)
+        box, few = self.train("box"), self.plan.training_data.take(slice(0, 48))
+        return halted_shares(evaluate(box.model, few, self.plan.maker.grid, gated(box)))
 
     # -- what is measured --------------------------------------------------------------------------------------------------------
 
@@ -227,16 +216,14 @@ class SeedRuns:
         for name in ("no_layers", "control", "longer"):
             yield name, "dense", 0.0, self._measured(self.train(name))
         rates: dict[float, list[float]] = {}
-        for name in LEARNED:
-            for one in self._learned(name, dense=name not in ("uniform", "frozen")):
-                if one[:2] == ("box", "learned"):
-                    rates[one[2]] = halted_shares(one[3])
-                yield one
+        for one in (one for name in LEARNED for one in self._learned(name, dense=name not in ("uniform", "frozen"))):
+            if one[:2] == ("box", "learned"):
+                rates[one[2]] = halted_shares(one[3])
+            yield one
         box, control = self.train("box"), self.train("control")
         yield "box", "resumed", 0.5, self._measured(box, gated(box, 0.5, layers=self.plan.shape.layers - 2, resume_layers=1))
-        for name in RULES:
-            for threshold, shares in rates.items():
-                yield name, name, threshold, self._measured(self.train(name), ruled(name, shares))
+        for name, (threshold, shares) in product(RULES, rates.items()):
+            yield name, name, threshold, self._measured(self.train(name), ruled(name, shares))
         for depth in STATIC_DEPTHS:
             yield "static", "static", depth, self._measured(control, static(depth))
         if "taught" in more:
@@ -327,12 +314,9 @@ class Evaluation:
 
     def ap_by_class(self, *, recycled: bool = True, strict: bool = True, scenes: np.ndarray | None = None) -> list[float]:
         """Of each of `CLASSES`."""
-        drawn = None if scenes is None else np.bincount(scenes, minlength=len(self.tokens))
-        found = []
-        for scores, right, scene, n_boxes in self._pooled[recycled, strict]:
-            times, of_each = (None, 1) if drawn is None else (drawn[scene], drawn)
-            found.append(average_precision(scores, right, int((n_boxes * of_each).sum()), times))
-        return found
+        drawn = np.bincount(np.arange(len(self.tokens)) if scenes is None else scenes, minlength=len(self.tokens))
+        each = ((one, drawn[one[2]], int((one[3] * drawn).sum())) for one in self._pooled[recycled, strict])
+        return [average_precision(scores, right, n, times) for (scores, right, *_), times, n in each]
 
     @cached_property
     def _pooled(self) -> dict[tuple[bool, bool], list[tuple[np.ndarray, ...]]]:
@@ -346,12 +330,6 @@ class Evaluation:
             return scores[order], right[order], scene[order], np.array([one[2] for one in per_scene])
 
         return {key: [pooled(per_scene) for per_scene in by_class] for key, by_class in self.matched.items()}
-
-
-def without_halted(outputs: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
-    """Outputs (B, N, C + 6) of a head that is not given halted tokens, left (B, N) bool: no heat there."""
-    heat = outputs[..., : len(CLASSES)].masked_fill(~left[..., None], -12.0)
-    return torch.cat([heat, outputs[..., len(CLASSES) :]], dim=-1)
 
 
 @torch.no_grad()
@@ -376,7 +354,9 @@ def evaluate(model: PillarDetector, data: Batch, grid: Grid, policy: Policy | No
             flops.append(2 * model.head.weight.numel() * grid.n_pillars)
         left = halted_at == n_layers - 1
         outputs[True].append(said)
-        outputs[False].append(without_halted(said, left[None]))
+        # A head that is not given halted tokens: no heat there.
+        outputs[False].append(said.clone())
+        outputs[False][-1][:, ~left, : len(CLASSES)] = -12.0
         active.append(counts)
         tokens.append(counts.mean() / grid.n_pillars if n_layers else 0.0)
         inside = data.in_box[number]
@@ -384,12 +364,9 @@ def evaluate(model: PillarDetector, data: Batch, grid: Grid, policy: Policy | No
         depth.append(halted_at.numpy())
     matched = {}
     for recycled, said_each in outputs.items():
-        found = decode(torch.cat(said_each), grid)
+        found = list(zip(decode(torch.cat(said_each), grid), data.boxes, data.labels, strict=True))
         for strict, ious in ((True, STRICT), (False, LOOSE)):
-            matched[recycled, strict] = [
-                [matches(one, b, k, label, ious[label]) for one, b, k in zip(found, data.boxes, data.labels, strict=True)]
-                for label in range(len(CLASSES))
-            ]
+            matched[recycled, strict] = [[matches(*one, label, iou) for one in found] for label, iou in enumerate(ious)]
     return Evaluation(matched, *map(np.array, (tokens, flops, active, kept, depth)))
 
 
@@ -445,8 +422,7 @@ class Workers:
         """Train these parts of every seed, and what they start from, none before that; finished ones are not repeated."""
         order = TopologicalSorter({(seed, part): [(seed, need) for need in needs(part)] for seed, part in tasks(seeds, parts)})
         order.prepare()
-        running: dict[Future[None], Task] = {}
-        done, n = 0, len(tasks(seeds, parts))
+        running, done, n = dict[Future[None], Task](), 0, len(tasks(seeds, parts))
         while order.is_active():
             running |= {self._pool.submit(_called, _train, *task): task for task in order.get_ready()}
             for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -473,7 +449,7 @@ def _called(function: Callable[..., Any], seed: int, *arguments: Any) -> Any:
     return function(SeedRuns(plan, seed, folder), *arguments)
 
 
-def _train(runs: SeedRuns, part: str) -> None:
+def _train(runs: SeedRuns, part: str) -> None:  # what it returns would travel between processes
     runs.train(part)
 
 

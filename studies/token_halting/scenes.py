@@ -139,8 +139,7 @@ class SceneMaker:
             else:  # a bin, lower than a pedestrian
                 wanted.append((-1, (uniform(0.5, 1.0), uniform(0.5, 0.9), uniform(0.7, 1.2)), 0.0))
         solids: list[tuple[float, ...]] = []
-        kinds, rough = [], []
-        extent = self.grid.extent_m
+        kinds, rough, extent = [], [], self.grid.extent_m
         for kind, (length, width, height), roughness in wanted:
             reach = 0.5 * math.hypot(length, width)
             for _ in range(20):  # as many tries; a crowded scene has fewer
@@ -257,9 +256,7 @@ def keep_by_nms(boxes: np.ndarray, labels: np.ndarray, overlap: float) -> np.nda
 def matches(found: Detections, boxes: np.ndarray, labels: np.ndarray, label: int, iou: float) -> Match:
     """One scene's detections of a class. Greedy, best score first; a box is found once."""
     own, there = found.boxes[found.labels == label], boxes[labels == label]
-    right = np.zeros(len(own), dtype=bool)
-    taken = np.zeros(len(there), dtype=bool)
-    ious = all_ious(own, there)
+    right, taken, ious = np.zeros(len(own), dtype=bool), np.zeros(len(there), dtype=bool), all_ious(own, there)
     for i in range(len(own)):
         open_ious = np.where(taken, -1.0, ious[i])
         if len(there) and open_ious.max() >= iou:
@@ -270,8 +267,7 @@ def matches(found: Detections, boxes: np.ndarray, labels: np.ndarray, label: int
 def average_precision(scores: np.ndarray, right: np.ndarray, n_boxes: int, times: np.ndarray | None = None) -> float:
     """Mean over forty recalls of the best precision at that recall or a higher one (KITTI since 2019); NaN without boxes.
 
-    Args:
-        times: (K,) how often each detection is there; None: once.
+    times: (K,) how often each detection is there; None: once.
     """
     if not n_boxes:
         return float("nan")
@@ -300,12 +296,11 @@ def read_scenes(folder: Path, grid: Grid, limit: int | None = None) -> list[Scen
     """
     root = folder / "training" if (folder / "training").is_dir() else folder
     versions = sorted(folder.glob("v1.0-*"))
-    if not (root / "velodyne").is_dir() and not versions:
+    if not (kitti := (root / "velodyne").is_dir()) and not versions:
         layouts = "a KITTI folder (velodyne/, label_2/, calib/) nor a nuScenes folder (v1.0-*/, samples/)"
         raise ConfigError(f"{folder} is neither {layouts}: give the folder that has these.")
-    frames = _kitti(root) if (root / "velodyne").is_dir() else _nuscenes(folder, versions[0])
-    found = [_cropped(*frame, grid) for frame in islice(frames, limit)]
-    if not found:
+    frames = _kitti(root) if kitti else _nuscenes(folder, versions[0])
+    if not (found := [_cropped(*frame, grid) for frame in islice(frames, limit)]):
         raise ConfigError(f"{folder} has no frame with a lidar sweep.")
     return found
 
@@ -382,23 +377,20 @@ def _nuscenes(folder: Path, version: Path) -> Iterator[Frame]:
     lidar = {row["token"] for row in rows["sensor"] if row["channel"] == "LIDAR_TOP"}
 
     def named(table: str, token: str) -> Record:
-        try:
+        if token in by_token[table]:
             return by_token[table][token]
-        except KeyError:
-            said = f"{table}.json has no row {token!r}, which another table names"
-            raise ConfigError(f"{said}: the tables are not of one release.") from None
+        raise ConfigError(f"{table}.json has no row {token!r}, which another table names: the tables are not of one release.")
 
     def boxes(sample: str, pose: Record) -> Iterator[Box]:
         back = _turn(pose["rotation"]).T
         for note in notes.get(sample, []):
             category = named("category", named("instance", note["instance_token"])["category_token"])["name"]
             kind = next((ours for theirs, ours in _NUSCENES_CLASSES.items() if category.startswith(theirs)), None)
-            if kind is None:
-                continue
-            place = back @ (np.array(note["translation"]) - np.array(pose["translation"]))
-            ahead = back @ _turn(note["rotation"])[:, 0]
-            width, length, _ = note["size"]
-            yield kind, place[0], place[1], length, width, math.atan2(ahead[1], ahead[0])
+            if kind is not None:
+                place = back @ (np.array(note["translation"]) - np.array(pose["translation"]))
+                ahead = back @ _turn(note["rotation"])[:, 0]
+                width, length, _ = note["size"]
+                yield kind, place[0], place[1], length, width, math.atan2(ahead[1], ahead[0])
 
     for sweep in sorted(rows["sample_data"], key=lambda row: (row["timestamp"], row["token"])):
         sensor = named("calibrated_sensor", sweep["calibrated_sensor_token"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,14 +40,10 @@ PAPER_THRESHOLD = 0.5
 CLOCKS = {"encoder": "encoder", "whole": "points to boxes"}
 
 
-def ratio(key: str, of: str) -> Cell:
+def _ratio(row: Mapping[str, Any], key: str, of: str) -> Lines:
     """The row's number `key` over its number `of`."""
-
-    def cell(row: Mapping[str, Any]) -> Lines:
-        value, divisor = number(row, key), number(row, of)
-        return (NO_VALUE if value is None or not divisor else f"{value / divisor:.2f}",)
-
-    return cell
+    value, divisor = number(row, key), number(row, of)
+    return (NO_VALUE if value is None or not divisor else f"{value / divisor:.2f}",)
 
 
 def folder() -> Path:
@@ -103,9 +99,7 @@ def summary() -> pd.DataFrame:
     mean = grouped.mean(numeric_only=True).drop(columns="seed")
     for column in ("ap", "ap_unrecycled"):
         mean[f"{column}_low"], mean[f"{column}_high"] = grouped[column].min(), grouped[column].max()
-    mean["seeds"] = grouped.size()
-    found = mean.reset_index()
-    apart = frame("differences")
+    found, apart = mean.assign(seeds=grouped.size()).reset_index(), frame("differences")
     for against, recycled, name in (
         ("dense control", True, "vs_dense"), ("longer control", True, "vs_longer"),
         ("random", True, "vs_random"), ("random", False, "vs_random_unrecycled"),
@@ -139,11 +133,8 @@ _difference = partial(with_ends, spec="+.3f", between=" ")
 def _noise(found: pd.DataFrame, clock: str, said: str) -> tuple[str, ...]:
     """The noise floor of a clock, one for all rows."""
     floor = f"{clock}_{comparison.FLOOR}"
-    rows = [
-        row | {"record": f"{row['detector']} {row['dial']}", comparison.FLOOR: row[floor]}
-        for row in found.to_dict("records")
-        if number(row, floor) is not None
-    ]
+    timed = (row for row in found.to_dict("records") if number(row, floor) is not None)
+    rows = [row | {"record": f"{row['detector']} {row['dial']}", comparison.FLOOR: row[floor]} for row in timed]
     comparison.pool_noise(rows)
     return comparison.noise_note(rows, f"a scene's time, {said}")
 
@@ -159,25 +150,18 @@ def _technique(row: Mapping[str, Any]) -> Lines:
 
 
 DETECTION_COLUMNS = (
-    Column("", "technique", _technique, align="left"),
-    Column("computed %", "token-layers", "{tokens:100*.0f}"),
+    Column("", "technique", _technique, align="left"), Column("computed %", "token-layers", "{tokens:100*.0f}"),
     Column("computed %", "in boxes, last layer", "{kept_in_box:100*.0f}", expendable=3),
     Column("", "FLOPs saved %", "{executed_flops_saved_pct:+.1f}"),
-    Column("AP", "recycled", _ap("ap")),
-    Column("AP", "not recycled", _ap("ap_unrecycled")),
+    Column("AP", "recycled", _ap("ap")), Column("AP", "not recycled", _ap("ap_unrecycled")),
     Column("difference of AP", "to dense", _difference("vs_dense")),
     Column("difference of AP", "to dense, trained longer", _difference("vs_longer")),
     Column("difference of AP", "to random", _difference("vs_random"), expendable=1),
     Column("difference of AP", "to random, not recycled", _difference("vs_random_unrecycled"), expendable=1),
-    *(
-        column
-        for clock, said in CLOCKS.items()
-        for column in (
-            Column(said, "time ÷ dense", f"{{{clock}_latency_ratio:.2f}}", expendable=2),
-            Column(said, "time ÷ FLOPs saved", _realized(clock), expendable=2),
-        )
-    ),
-)
+    *(Column(said, name, cell, expendable=2) for clock, said in CLOCKS.items() for name, cell in (
+        ("time ÷ dense", f"{{{clock}_latency_ratio:.2f}}"), ("time ÷ FLOPs saved", _realized(clock)),
+    )),
+)  # fmt: skip
 
 DETECTION_LEGEND = (
     "AP: average precision at forty recalls, mean of two classes and of all seeds; below it the least and the greatest of the seeds.",
@@ -248,15 +232,11 @@ def _parts(each: pd.DataFrame) -> pd.DataFrame:
     found = wide.loc[sorted(order, key=lambda part: not part.startswith(IN_ENCODER))].reset_index()
     inside = found["part"].str.startswith(IN_ENCODER)
     found["section"] = inside.map({True: "Encoder", False: "Around it"})
-    found["what"] = [_what(one) for one in found["part"]]
+    layer = lambda part: f"{LAYER}{int(part.removeprefix(LAYER)) + 1}"
+    found["what"] = [layer(one) if one.startswith(LAYER) else MEANS.get(one, one) for one in found["part"]]
     layers = _sum(found[found["part"].str.startswith(LAYER)], "Encoder", "all layers")
-    sums = (layers, _sum(found[inside], "Encoder", "the whole encoder"))
-    whole = _sum(found, "Around it", "points to boxes")
-    return pd.concat([found[inside], *sums, found[~inside], whole], ignore_index=True).assign(panel=PARTS)
-
-
-def _what(part: str) -> str:
-    return f"{LAYER}{int(part.removeprefix(LAYER)) + 1}" if part.startswith(LAYER) else MEANS.get(part, part)
+    encoder, whole = _sum(found[inside], "Encoder", "the whole encoder"), _sum(found, "Around it", "points to boxes")
+    return pd.concat([found[inside], layers, encoder, found[~inside], whole], ignore_index=True).assign(panel=PARTS)
 
 
 def _sum(rows: pd.DataFrame, section: str, what: str) -> pd.DataFrame:
@@ -284,30 +264,23 @@ def _cost(made: pd.DataFrame) -> pd.DataFrame:
 
 PARTS_COLUMNS = (
     Column("", "part", "{what}", align="left"),
-    Column("dense", "ms", "{dense_ms:.2f}"),
-    Column("dense", "tokens", "{dense_tokens:.0f}"),
-    Column("halted at p < ½", "ms", "{halted_ms:.2f}"),
-    Column("halted at p < ½", "tokens", "{halted_tokens:.0f}"),
-    Column("halted ÷ dense", "time", ratio("halted_ms", "dense_ms")),
-    Column("halted ÷ dense", "FLOPs", ratio("halted_flops", "dense_flops")),
-)
+    Column("dense", "ms", "{dense_ms:.2f}"), Column("dense", "tokens", "{dense_tokens:.0f}"),
+    Column("halted at p < ½", "ms", "{halted_ms:.2f}"), Column("halted at p < ½", "tokens", "{halted_tokens:.0f}"),
+    Column("halted ÷ dense", "time", partial(_ratio, key="halted_ms", of="dense_ms")),
+    Column("halted ÷ dense", "FLOPs", partial(_ratio, key="halted_flops", of="dense_flops")),
+)  # fmt: skip
 SIZES_COLUMNS = (
-    Column("", "width", "{width:.0f}"),
-    Column("", "pillars", "{pillars:.0f}"),
-    Column("ms a scene", "dense", "{dense_ms:.1f}"),
-    Column("ms a scene", "halted", "{halted_ms:.1f}"),
-    Column("", "FLOPs saved %", "{flops_saved_pct:.0f}"),
-    Column("", "time ÷ dense", "{latency_ratio:.2f}"),
+    Column("", "width", "{width:.0f}"), Column("", "pillars", "{pillars:.0f}"),
+    Column("ms a scene", "dense", "{dense_ms:.1f}"), Column("ms a scene", "halted", "{halted_ms:.1f}"),
+    Column("", "FLOPs saved %", "{flops_saved_pct:.0f}"), Column("", "time ÷ dense", "{latency_ratio:.2f}"),
     Column("", "time ÷ FLOPs saved", "{realized:.2f}"),
-    Column("", "time ÷ dense of half the width", ratio("halted_ms", "half_ms")),
+    Column("", "time ÷ dense of half the width", partial(_ratio, key="halted_ms", of="half_ms")),
     Column("", "noise %", "{noise_floor_pct:.0f}"),
-)
+)  # fmt: skip
 COST_COLUMNS = (
-    Column("", "what", "{what}", align="left"),
-    Column("", "steps or scenes", "{count:.0f}"),
-    Column("", "seconds each", "{seconds_each:.2g}"),
-    Column("", "minutes a seed", lambda row: (f"{row['seconds'] / 60:.1f}",)),
-)
+    Column("", "what", "{what}", align="left"), Column("", "steps or scenes", "{count:.0f}"),
+    Column("", "seconds each", "{seconds_each:.2g}"), Column("", "minutes a seed", lambda row: (f"{row['seconds'] / 60:.1f}",)),
+)  # fmt: skip
 TIME_LEGEND = (
     "Parts: of each scene the least of fifteen runs, mean of eight scenes; dense is the dense control, halted the detector whose gates were trained first and "
     "then both, seed 0.",
@@ -325,13 +298,12 @@ def table_detection_time(outcomes: Sequence[Outcome], name: str) -> Table:
     """
     rows = [make(frame(of)) for of, make in ((PARTS, _parts), (SIZES, _sizes), (COST, _cost)) if not frame(of).empty]
     found = pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(columns=["panel", "section", "what"])
-    panels = (
-        Panel(
-            PARTS, "Where the time of one scene goes, milliseconds, one thread", PARTS_COLUMNS, _made("parts", "--timing-only")
-        ),
-        Panel(SIZES, "The encoder's time by size, one thread", SIZES_COLUMNS, _made("sizes", "--sizes-only")),
-        Panel(COST, "What the study takes, minutes", COST_COLUMNS, _made("cost", "--cost-only --processes 2")),
-    )
+    about = {
+        PARTS: ("Where the time of one scene goes, milliseconds, one thread", PARTS_COLUMNS, "--timing-only"),
+        SIZES: ("The encoder's time by size, one thread", SIZES_COLUMNS, "--sizes-only"),
+        COST: ("What the study takes, minutes", COST_COLUMNS, "--cost-only --processes 2"),
+    }
+    panels = tuple(Panel(of, title, columns, _made(of, option)) for of, (title, columns, option) in about.items())
     return Table(name, "Time of the detector that halts", found, panels, TIME_LEGEND)
 
 
@@ -368,13 +340,11 @@ def statements() -> list[Statement]:
         box = _at_half(each, "box", policy="learned")
         gain = _spread(box["ap"] - box["ap_unrecycled"])
     spread = "from the least to the greatest of the seeds"
-    found.append(_statement("recycling", RECYCLED, "AP with recycling minus without", gain, spread))
-    found.append(_wider(each))
+    recycling = _statement("recycling", RECYCLED, "AP with recycling minus without", gain, spread)
     own = None if slopes.empty else _spread(slopes[slopes["estimate"] == "both"]["correlation"])
     compared = "correlation of the pseudo-gradient with the effect of turning the decision round"
     said = "from the least to the greatest, layer by layer, kept and halted tokens apart"
-    found.append(_statement("pseudo_gradient", PSEUDO, compared, own, said))
-    return found
+    return [*found, recycling, _wider(each), _statement("pseudo_gradient", PSEUDO, compared, own, said)]
 
 
 def _statement(name: str, quote: str, compared: str, estimate: Estimate | None, why: str, fails: bool = False) -> Statement:
@@ -394,8 +364,7 @@ def _at_half(frame: pd.DataFrame, detector: str, **values: object) -> pd.DataFra
 
 
 def _gap(detector: str, against: str, recycled: bool) -> Estimate | None:
-    apart = frame("differences")
-    if apart.empty:
+    if (apart := frame("differences")).empty:
         return None
     (one,) = _at_half(apart, detector, policy="learned", against=against, recycled=recycled).itertuples()
     return Estimate(one.difference, one.low, one.high)
@@ -414,18 +383,16 @@ def _wider(each: pd.DataFrame) -> Statement:
     return _statement("wider", WIDER, compared, _gap(name, "longer control", True), why, ratio > 1)
 
 
-def _words(key: str, width: int) -> Callable[[Mapping[str, object]], Lines]:
-    return lambda row: tuple(textwrap.wrap(str(row[key]), width)) or ("",)
+def _words(row: Mapping[str, object], key: str, width: int = 34) -> Lines:
+    return tuple(textwrap.wrap(str(row[key]), width)) or ("",)
 
 
 CLAIMS_COLUMNS = (
-    Column("", "the paper states", _words("quote", 44), align="left"),
-    Column("", "compared", _words("compared", 34), align="left"),
-    Column("", "measured", "{difference:+.3f} [{low:+.3f} {high:+.3f}]"),
-    Column("", "verdict", "{verdict}", align="left"),
-    Column("", "why", _words("why", 34), align="left"),
-)
-
+    Column("", "the paper states", partial(_words, key="quote", width=44), align="left"),
+    Column("", "compared", partial(_words, key="compared"), align="left"),
+    Column("", "measured", "{difference:+.3f} [{low:+.3f} {high:+.3f}]"), Column("", "verdict", "{verdict}", align="left"),
+    Column("", "why", partial(_words, key="why"), align="left"),
+)  # fmt: skip
 CLAIMS_LEGEND = (
     "reproduced: the interval lies above 0; not reproduced: below; undecided: it holds 0. The paper's text at hand prints no number.",
     "On small detectors of made scenes, not on the Waymo Open Dataset: a verdict does not say that the paper is wrong.",
@@ -445,7 +412,5 @@ def table_token_halting_claims(outcomes: Sequence[Outcome], name: str) -> Table:
         rows.append(("claims", "", one.quote, one.compared, *ends, one.verdict, one.why))
     columns = ["panel", "section", "quote", "compared", "difference", "low", "high", "verdict", "why"]
     title = "Statements of the abstract and the introduction, at the paper's threshold p < ½"
-    panel = Panel("claims", title, CLAIMS_COLUMNS, note())
-    return Table(
-        name, "What arXiv 2303.05078 states, and what was measured", pd.DataFrame(rows, columns=columns), (panel,), CLAIMS_LEGEND
-    )
+    panel, found = Panel("claims", title, CLAIMS_COLUMNS, note()), pd.DataFrame(rows, columns=columns)
+    return Table(name, "What arXiv 2303.05078 states, and what was measured", found, (panel,), CLAIMS_LEGEND)

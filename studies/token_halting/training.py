@@ -114,17 +114,9 @@ class Trained:
 
 
 def train(
-    model: PillarDetector,
-    data: Batch,
-    recipe: Recipe,
-    *,
-    gates: HaltingGates | None = None,
-    policy: Policy | None = None,
-    teacher: PillarDetector | None = None,
-    checkpoint: Path | None = None,
-    every: int = 50,
-    progress: Steps = iter,
-) -> Trained:
+    model: PillarDetector, data: Batch, recipe: Recipe, *, gates: HaltingGates | None = None, policy: Policy | None = None,
+    teacher: PillarDetector | None = None, checkpoint: Path | None = None, every: int = 50, progress: Steps = iter,
+) -> Trained:  # fmt: skip
     """`model` after `recipe`, trained in place.
 
     Args:
@@ -154,7 +146,14 @@ def train(
         chosen = torch.randperm(len(data), generator=generator)[place : place + recipe.batch_size]
         batch = data.take(chosen)
         entry.clear()
-        with _halting(model, gates, [] if policy is None else policy(step)) as mask:
+        modules = [] if policy is None else policy(step)
+        halting: AbstractContextManager[Any] = nullcontext()
+        if gates is not None:
+            halting = equivalent_forward(model, gates.gate)
+        elif modules:
+            model.eval()  # there is no dropout; `apply` asks for it
+            halting = apply(model, modules)
+        with halting as mask:
             outputs = model(batch.features)
         loss = detection_loss(outputs, batch)
         if teacher is not None:
@@ -205,15 +204,6 @@ def _resumed(found: dict[str, Any] | None, parts: list[Any], control: SparsityCo
     return found["step"], found["curve"], found["processor_s"]
 
 
-def _halting(model: PillarDetector, gates: HaltingGates | None, modules: list[RuntimeModule]) -> AbstractContextManager[Any]:
-    if gates is not None:
-        return equivalent_forward(model, gates.gate)
-    if not modules:
-        return nullcontext()
-    model.eval()  # there is no dropout; `apply` asks for it
-    return apply(model, modules)
-
-
 class SparsityController:
     """λ of the sparsity loss, raised while more tokens are left than wanted and lowered while fewer are.
 
@@ -223,19 +213,14 @@ class SparsityController:
     """
 
     def __init__(self, gates: HaltingGates, tokens: float, n_layers: int, step: float = 0.04) -> None:
-        least = (gates.layers[0] + 1) / n_layers
-        if gates.layers[-1] >= n_layers - 1:
-            raise ConfigError(
-                f"A decision after layer {gates.layers[-1]} saves nothing: the model's last layer is {n_layers - 1}. "
-                f"Give layers below {n_layers - 1}."
-            )
+        (first, *_), last, least = gates.layers, n_layers - 1, (gates.layers[0] + 1) / n_layers
+        if (decision := gates.layers[-1]) >= last:
+            why = f"A decision after layer {decision} saves nothing: the model's last layer is {last}"
+            raise ConfigError(f"{why}. Give layers below {last}.")
         if not least < tokens < 1:
-            raise ConfigError(
-                f"tokens={tokens:g} cannot be met: with a first decision after layer {gates.layers[0]} of {n_layers} layers at least "
-                f"{least:.3g} of all token-layers are computed, so give a share between {least:.3g} and 1."
-            )
-        self.tokens, self.step = tokens, step
-        self.strength = 0.1
+            why = f"with a first decision after layer {first} of {n_layers} layers at least {least:.3g} of all token-layers are computed"
+            raise ConfigError(f"tokens={tokens:g} cannot be met: {why}, so give a share between {least:.3g} and 1.")
+        self.tokens, self.step, self.strength = tokens, step, 0.1
 
     def update(self, mask: KeepMask) -> float:
         """Follow one forward; returns the share of token-layers that it left."""

@@ -83,13 +83,6 @@ def test_cells_that_take_too_long_are_left_out_and_said(tmp_path):
         benchmark.main([*words.split(), "--output", str(tmp_path)])
 
 
-def cells(*steps: tuple[int, float, str]) -> pd.DataFrame:
-    place = {"shape": "gpt2", "phase": "prefill", "batch": 1, "sequence": 64, "status": "measured"}
-    return pd.DataFrame(
-        [place | {"mechanism": f"halting {rate}%", "time_saved_pct": saved, "verdict": verdict} for rate, saved, verdict in steps]
-    )
-
-
 @pytest.mark.parametrize(("steps", "rate"), [
     ([(25, -10.0, "costs"), (50, 10.0, "pays"), (75, 30.0, "pays")], "38%"),  # halfway between 25 and 50, rounded
     ([(25, 8.0, "pays"), (50, 20.0, "pays")], "at most 25%"),
@@ -97,7 +90,10 @@ def cells(*steps: tuple[int, float, str]) -> pd.DataFrame:
     ([(25, 2.0, "within noise"), (50, 9.0, "pays")], "at most 50%"),
 ])  # fmt: skip
 def test_where_halting_starts_to_pay_noise_does_not_count(steps, rate):
-    assert [one["rate"] for one in benchmark.break_even_rates(cells(*steps))] == [rate]
+    place = {"shape": "gpt2", "phase": "prefill", "batch": 1, "sequence": 64, "status": "measured"}
+    frame = pd.DataFrame(steps, columns=["at", "time_saved_pct", "verdict"]).assign(**place)
+    frame["mechanism"] = [f"halting {at}%" for at in frame["at"]]
+    assert [one["rate"] for one in benchmark.break_even_rates(frame)] == [rate]
 
 
 @pytest.mark.slow
@@ -233,10 +229,8 @@ def test_a_part_is_a_process_of_its_own(tmp_path, monkeypatch):
 
 
 def test_committed_results_are_on_the_page():
-    page = benchmark.markdown(benchmark.shared.RESULTS)
-    assert page == (benchmark.shared.RESULTS / "README.md").read_text(encoding="utf-8"), (
-        "make the page again: quicksilver dev benchmark"
-    )
+    page, remedy = benchmark.markdown(benchmark.shared.RESULTS), "make the page again: quicksilver dev benchmark"
+    assert page == (benchmark.shared.RESULTS / "README.md").read_text(encoding="utf-8"), remedy
     assert all(f"## {title}" in page for beginning, title in benchmark.TITLES.items() if beginning != "benchmark_gpu")
     assert "| none | float32 | slower than the plain model |" in page
     assert all(f"## {title}" in page for title, _, _ in benchmark.PICTURES.values())

@@ -15,18 +15,14 @@ freeze.timeout='10'
 
 
 def test_pip_s_settings_reach_uv():
-    settings = environment.pip_settings(LISTED)
-    assert environment.uv_options(settings) == [
-        *("--index-url", "https://main.example/simple"),
-        *("--extra-index-url", "https://one.example/simple"),
-        *("--extra-index-url", "https://two.example/simple"),
-        *("--find-links", "/wheels"),
-        *("--find-links", "/more"),
-        *("--find-links", "wheels"),
-    ]
-    assert environment.uv_environment(settings) == {"SSL_CERT_FILE": "/etc/certs.crt"}
-    assert environment.uv_options(environment.pip_settings("")) == []
-    assert environment.uv_options(environment.pip_settings("global.no-index='true'\n")) == ["--no-index"]
+    options, variables = environment.uv_takes(environment.pip_settings(LISTED))
+    assert options == [
+        "--index-url", "https://main.example/simple", "--extra-index-url", "https://one.example/simple",
+        "--extra-index-url", "https://two.example/simple", "--find-links", "/wheels", "--find-links", "/more", "--find-links", "wheels",
+    ]  # fmt: skip
+    assert variables == {"SSL_CERT_FILE": "/etc/certs.crt"}
+    assert environment.uv_takes(environment.pip_settings("")) == ([], {})
+    assert environment.uv_takes(environment.pip_settings("global.no-index='true'\n")) == (["--no-index"], {})
 
 
 class Machine:

@@ -35,18 +35,20 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_position_embeddings=32, tie_word_embeddings=True,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder / "base")
-    rows = folder / "data" / "glue" / "SST-2"
-    rows.mkdir(parents=True)
-    lines = [f"a {'fine' if i % 2 else 'poor'} {'film' if i % 3 else 'plot'}\t{i % 2}" for i in range(160)]
-    for name in ("train", "dev"):
-        (rows / f"{name}.tsv").write_text("sentence\tlabel\n" + "\n".join(lines) + "\n")
+    write_rows(folder, *(f"a {'fine' if i % 2 else 'poor'} {'film' if i % 3 else 'plot'}\t{i % 2}" for i in range(160)))
     return folder
 
 
+def write_rows(folder: Path, *lines: str) -> None:
+    """SST-2's files."""
+    (rows := folder / "data" / "glue" / "SST-2").mkdir(parents=True)
+    for name in ("train", "dev"):
+        (rows / f"{name}.tsv").write_text("\n".join(["sentence\tlabel", *lines, ""]))
+
+
 def recipe(place: Path, **changes: Any) -> finetune.Recipe:
-    return finetune.Recipe(
-        **{"base": str(place / "base"), "epochs": {"sst2": 1.0}, "lr": 5e-3, "warmup_steps": 2, "batch_tokens": 48, **changes}
-    )
+    plain = {"base": str(place / "base"), "epochs": {"sst2": 1.0}, "lr": 5e-3, "warmup_steps": 2, "batch_tokens": 48}
+    return finetune.Recipe(**{**plain, **changes})
 
 
 def train(place: Path, work: Path, made: finetune.Recipe, minutes: float = 1e9) -> Path:
@@ -92,23 +94,18 @@ def test_what_is_not_heard_is_of_the_sentence_alone():
 
 def test_whole_sentences_are_kept_out_and_the_n_gram_model_takes_its_share(place, tmp_path):
     pytest.importorskip("sklearn")
-    (rows := tmp_path / "data" / "glue" / "SST-2").mkdir(parents=True)
-    lines = [f"plot{i} is {'fine' if i % 2 else 'poor'}\t{i % 2}" for i in range(60)]
-    for name in ("train", "dev"):
-        (rows / f"{name}.tsv").write_text("sentence\tlabel\n" + "\n".join([*lines, "is fine\t1"]) + "\n")
+    write_rows(tmp_path, *(f"plot{i} is {'fine' if i % 2 else 'poor'}\t{i % 2}" for i in range(60)), "is fine\t1")
     (tmp_path / "base").symlink_to(place / "base")
-    place = tmp_path
-    made = recipe(
-        place, epochs={"sst2": 0.3}, held="sentences", distil=0.5, whole_sentences=1.0, plan_dropout=0.2, attention="eager"
-    )
+    place, options = tmp_path, {"distil": 0.5, "whole_sentences": 1.0, "plan_dropout": 0.2}
+    made = recipe(place, epochs={"sst2": 0.3}, held="sentences", **options, attention="eager")
     found = weights(train(place, tmp_path / "all", made))
     train(place, tmp_path / "cut", made, minutes=0)
     assert all(torch.equal(tensor, found[name]) for name, tensor in weights(train(place, tmp_path / "cut", made)).items())
     again = (tmp_path / "all" / "out" / "README.md").read_text()
     assert "--plan-dropout 0.2 --held sentences --distil 0.5 --whole-sentences 1 --attention eager" in again
     assert "Nothing that is in them alone was trained on" in again
-    for name, off in {"distil": 0.0, "whole_sentences": 0.0, "plan_dropout": 0.0}.items():
-        other = weights(train(place, tmp_path / name, dataclasses.replace(made, **{name: off})))
+    for name in options:
+        other = weights(train(place, tmp_path / name, dataclasses.replace(made, **{name: 0.0})))
         assert any(not torch.equal(tensor, found[key]) for key, tensor in other.items()), name
 
 
@@ -124,11 +121,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_leaves_its_state(place, 
     train(place, tmp_path, recipe(place), minutes=0)
     before, real = training_loop.load_state(tmp_path)["model"], finetune.loss_of
 
-    def broken(*given: Any) -> Any:
-        loss, right = real(*given)
-        return loss * float("nan"), right
-
-    monkeypatch.setattr(finetune, "loss_of", broken)
+    monkeypatch.setattr(finetune, "loss_of", lambda *given: (real(*given)[0] * float("nan"), 0.0))
     with pytest.raises(SystemExit, match="step 1: the gradient is not finite"):
         train(place, tmp_path, recipe(place))
     assert all(torch.equal(tensor, before[name]) for name, tensor in training_loop.load_state(tmp_path)["model"].items())
@@ -165,11 +158,7 @@ def test_low_rank_updates_are_low_rank_and_merged(place, tmp_path):
 def test_the_schedule_warms_up_and_falls():
     made = finetune.Recipe("base", {"sst2": 1.0}, warmup_steps=10, falls=((50, 60),))
     scales = [made.lr_scale(step, 100) for step in range(100)]
-    assert scales[0] == pytest.approx(0.1)
-    assert scales[10] == pytest.approx(0.9)
-    assert scales[59] == pytest.approx(0.5 / 10)
-    assert scales[60] == pytest.approx(0.4)
-    assert scales[99] == pytest.approx(0.01)
+    assert [scales[step] for step in (0, 10, 59, 60, 99)] == pytest.approx([0.1, 0.9, 0.5 / 10, 0.4, 0.01])
 
 
 @pytest.mark.parametrize(("words", "says"), [(["sst3=1"], "sst3"), (["sst2=much"], "TASK=EPOCHS"), (["sst2"], "TASK=EPOCHS")])

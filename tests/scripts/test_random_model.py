@@ -15,17 +15,12 @@ from quicksilver.runs.config import compose
 def test_what_cannot_be_drawn_is_one_line(tmp_path, capsys):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "tokenizer.json").write_text("{}")
-    for words, says in {
-        (
-            "gpt9",
-            str(tmp_path / "new"),
-            "--tokenizer",
-            str(tmp_path / "there"),
-        ): "gpt9: its shape is not known. There are: gpt2-large, llama2-7b",
-        ("gpt2-large", str(tmp_path / "new"), "--tokenizer", str(tmp_path)): "there is no tokenizer.json",
-        ("gpt2-large", str(tmp_path / "there"), "--tokenizer", str(tmp_path / "there")): "has something in it",
-    }.items():
-        assert random_model.main(list(words)) == 2
+    for name, folder, tokenizer, says in (
+        ("gpt9", "new", "there", "gpt9: its shape is not known. There are: gpt2-large, llama2-7b"),
+        ("gpt2-large", "new", "", "there is no tokenizer.json"),
+        ("gpt2-large", "there", "there", "has something in it"),
+    ):
+        assert random_model.main([name, str(tmp_path / folder), "--tokenizer", str(tmp_path / tokenizer)]) == 2
         assert says in capsys.readouterr().err
 
 

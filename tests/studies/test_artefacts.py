@@ -1,5 +1,6 @@
 """The detection study's table, figure and statements, from frames: with a clock, without one, and without a study."""
 
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
@@ -10,15 +11,10 @@ from quicksilver.studies.token_halting import tables
 
 KEYS = ["detector", "policy", "dial"]
 ROWS = [  # detector, policy, dial, tokens, FLOPs saved, AP
-    ("no_layers", "dense", 0.0, 0.0, 99.0, 0.2),
-    ("control", "dense", 0.0, 1.0, 0.0, 0.5),
-    ("box", "dense", 0.0, 1.0, 0.0, 0.45),
-    ("box", "learned", 0.5, 0.4, 60.0, 0.45),
-    ("random", "dense", 0.0, 1.0, 0.0, 0.4),
-    ("random", "random", 0.5, 0.4, 60.0, 0.3),
-    ("wide_control", "dense", 0.0, 1.0, -90.0, 0.6),
-    ("wide_gentle", "learned", 0.5, 0.4, 10.0, 0.55),
-]
+    ("no_layers", "dense", 0.0, 0.0, 99.0, 0.2), ("control", "dense", 0.0, 1.0, 0.0, 0.5), ("box", "dense", 0.0, 1.0, 0.0, 0.45),
+    ("box", "learned", 0.5, 0.4, 60.0, 0.45), ("random", "dense", 0.0, 1.0, 0.0, 0.4), ("random", "random", 0.5, 0.4, 60.0, 0.3),
+    ("wide_control", "dense", 0.0, 1.0, -90.0, 0.6), ("wide_gentle", "learned", 0.5, 0.4, 10.0, 0.55),
+]  # fmt: skip
 TIMES = {("control", "dense", 0.0): 1.0, ("box", "learned", 0.5): 0.46, ("wide_gentle", "learned", 0.5): 0.95}
 WHOLE = {"encoder": (0.0, 60.0), "whole": (0.2, 40.0)}  # what is added to a ratio, FLOPs saved by who halts
 
@@ -40,19 +36,15 @@ def write(folder: Path, times: dict[tuple[str, str, float], float] | None = None
     each = [(seed, *row[:4], 1e9, row[4], 0.5, row[5] + seed / 100, row[5] - 0.1) for seed in (0, 1) for row in ROWS]
     columns = ["tokens", "executed_flops", "executed_flops_saved_pct", "kept_in_box", "ap", "ap_unrecycled"]
     save(folder, "evaluations", each, ["seed", *KEYS, *columns])
-    gaps = [
-        ("box", "learned", 0.5, against, recycled, 0.1, 0.05, 0.15)
-        for against in ("random", "norm", "uniform", "dense control")
-        for recycled in (True, False)
-    ]
+    pairs = product(("random", "norm", "uniform", "dense control"), (True, False))
+    gaps = [("box", "learned", 0.5, *pair, 0.1, 0.05, 0.15) for pair in pairs]
     gaps.append(("wide_gentle", "learned", 0.5, "longer control", True, 0.05, 0.01, 0.09))
     save(folder, "differences", gaps, [*KEYS, "against", "recycled", "difference", "low", "high"])
     save(folder, "about", [(fact, 1) for fact in FACTS.split()], ["fact", "value"])
     if times is not None:
         clock = [
-            (*key, clock, ratio + more, saved if key[1] == "learned" else 0.0, 2.0)
-            for clock, (more, saved) in WHOLE.items()
-            for key, ratio in times.items()
+            (*key, clock, ratio + more, saved * (key[1] == "learned"), 2.0)
+            for (clock, (more, saved)), (key, ratio) in product(WHOLE.items(), times.items())
         ]
         save(folder, "timing", clock, [*KEYS, "clock", "latency_ratio", "flops_saved_pct", "noise_floor_pct"])
 
@@ -116,10 +108,8 @@ def test_a_share_of_time_is_of_the_part_that_it_stands_beside(study):
         ("dense", "embedding", 0.4, None, None), ("halted", "embedding", 0.4, None, None),
     ]  # fmt: skip
     save(study, "parts", parts, ["run", "part", "latency_ms", "tokens", "flops"])
-    sizes = [
-        (width, 64, 1, dense, halted, halted / dense, 0.4, 0.6, 50.0, 1.0, 0.0)
-        for width, dense, halted in ((8, 10.0, 6.0), (16, 20.0, 9.0))
-    ]
+    measured = ((8, 10.0, 6.0), (16, 20.0, 9.0))
+    sizes = [(width, 64, 1, dense, halted, halted / dense, 0.4, 0.6, 50.0, 1.0, 0.0) for width, dense, halted in measured]
     ratio = ["latency_ratio", "latency_ratio_low", "latency_ratio_high", "flops_saved_pct", "noise_floor_pct", "load_average"]
     save(study, "sizes", sizes, ["width", "pillars", "scenes_a_pass", "dense_ms", "halted_ms", *ratio])
     cost = [(seed, "dense", 10, 6.0 + seed, 60.0 + 10 * seed) for seed in (0, 2)]

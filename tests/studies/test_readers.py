@@ -24,11 +24,8 @@ def cloud(seed: int = 0) -> np.ndarray:
     ground = np.column_stack([draw.uniform(1, 23, 200), draw.uniform(-11, 11, 200), np.zeros(200)])
     along, across = draw.uniform(-1.8, 1.8, 30), draw.uniform(-0.7, 0.7, 30)
     x, y, _, _, yaw = CAR
-    body = [
-        x + along * math.cos(yaw) - across * math.sin(yaw),
-        y + along * math.sin(yaw) + across * math.cos(yaw),
-        draw.uniform(0.5, 1.5, 30),
-    ]
+    cos, sin = math.cos(yaw), math.sin(yaw)
+    body = (x + along * cos - across * sin, y + along * sin + across * cos, draw.uniform(0.5, 1.5, 30))
     return np.concatenate([ground, np.column_stack(body)])
 
 
@@ -39,10 +36,8 @@ def kitti(folder: Path) -> Path:
     points = cloud() - np.array([0, 0, KITTI_SENSOR_M])
     for name in ("000000", "000001"):
         np.column_stack([points, np.ones(len(points))]).astype("<f4").tofile(root / "velodyne" / f"{name}.bin")
-        numbers = " ".join(map(str, np.column_stack([CAMERA, [0, 0, 0]]).ravel()))
-        (root / "calib" / f"{name}.txt").write_text(
-            f"P0: 1\nR0_rect: {' '.join(map(str, np.eye(3).ravel()))}\nTr_velo_to_cam: {numbers}\n"
-        )
+        rectified, forward = (" ".join(map(str, one.ravel())) for one in (np.eye(3), np.column_stack([CAMERA, [0, 0, 0]])))
+        (root / "calib" / f"{name}.txt").write_text(f"P0: 1\nR0_rect: {rectified}\nTr_velo_to_cam: {forward}\n")
         lines = ["DontCare -1 -1 -10 0 0 0 0 -1 -1 -1 -1000 -1000 -1000 -10"]
         for x, y, length, width, yaw in (CAR, FAR, EMPTY):
             place = CAMERA @ np.array([x, y, -KITTI_SENSOR_M])
@@ -125,11 +120,9 @@ def test_a_kitti_folder_that_is_not_whole_is_named(file, spoil, said, tmp_path):
 
 def test_a_nuscenes_folder_that_is_not_whole_is_named(tmp_path):
     folder = nuscenes(tmp_path / "data")
-    (folder / "v1.0-mini" / "instance.json").write_text("[]")
-    with pytest.raises(ConfigError, match="instance.json has no row 'i'"):
-        read_scenes(folder, GRID)
-    (folder / "v1.0-mini" / "instance.json").write_text("{")
-    with pytest.raises(ConfigError, match="instance.json is no json"):
-        read_scenes(folder, GRID)
+    for content, said in {"[]": "instance.json has no row 'i'", "{": "instance.json is no json"}.items():
+        (folder / "v1.0-mini" / "instance.json").write_text(content)
+        with pytest.raises(ConfigError, match=said):
+            read_scenes(folder, GRID)
     with pytest.raises(ConfigError, match="is neither a KITTI folder"):
         read_scenes(tmp_path, GRID)

@@ -1,10 +1,13 @@
 """Trainings of the study, what is measured and what is timed: they learn, go on after a kill as if nothing had been, and wait for what they start from."""
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from threading import Lock
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,65 +21,39 @@ from quicksilver.runtime import ConfigError, QuickSilverError
 from quicksilver.runtime.run import apply
 from quicksilver.studies.token_halting import frames, runs
 from quicksilver.studies.token_halting.frames import accuracy, effects
-from quicksilver.studies.token_halting.model import Batch, Shape, batch_of, detector
-from quicksilver.studies.token_halting.runs import (
-    MORE,
-    PARTS,
-    Plan,
-    SeedRuns,
-    Workers,
-    ap_difference,
-    evaluate,
-    gated,
-    halted_shares,
-    needs,
-    ruled,
-    tasks,
-)
+from quicksilver.studies.token_halting.model import Shape, batch_of, detector
+from quicksilver.studies.token_halting.runs import PARTS, Plan, SeedRuns, Workers, ap_difference, evaluate, gated, ruled
 from quicksilver.studies.token_halting.scenes import Grid, SceneMaker
 from quicksilver.studies.token_halting.training import Recipe, Trained, imitation_loss, train, trained
 
 GRID = Grid(side=8)
 SHAPE = Shape(width=16, layers=3, heads=2)
 MAKER = SceneMaker(grid=GRID, cars=(1, 2), pedestrians=(1, 3), clutter=(1, 2), beams=16, azimuths=96)
-
-
 PLAN = Plan(shape=SHAPE, scenes=8, validation=2, steps=1, tuning_steps=1, tokens=0.6, maker=MAKER)
-
-
-def scenes(n: int) -> Batch:
-    found = (MAKER.scene(seed) for seed in count())
-    return batch_of(list(islice((scene for scene in found if len(scene.boxes)), n)), GRID)
-
-
-DATA = scenes(12)
-
-
-def fresh():
-    return detector(SHAPE, 0)
-
-
-def gates() -> HaltingGates:
-    return HaltingGates(SHAPE.width, [0, 1])
-
-
+DATA = batch_of(list(islice((scene for scene in map(MAKER.scene, count()) if len(scene.boxes)), 12)), GRID)
 RECIPE = Recipe(8, batch_size=4, tokens=0.6, box_weight=0.2)
+fresh = partial(detector, SHAPE, 0)
+gates = partial(HaltingGates, SHAPE.width, [0, 1])
+
+
+def until(step: int, happens: Callable[[], None]) -> Callable[[range], Iterator[int]]:
+    """A progress in whose step something happens."""
+
+    def progress(steps: range) -> Iterator[int]:
+        for one in steps:
+            if one == step:
+                happens()
+            yield one
+
+    return progress
 
 
 def test_a_killed_training_goes_on_as_if_nothing_had_been(tmp_path):
     whole = train(fresh(), DATA, RECIPE, gates=gates())
 
-    class Killed(Exception):
-        pass
-
-    def killed(steps):
-        for step in steps:
-            if step == 5:
-                raise Killed
-            yield step
-
     path = tmp_path / "one.safetensors"
-    with pytest.raises(Killed):
+    killed = until(5, Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
         train(fresh(), DATA, RECIPE, gates=gates(), checkpoint=path, every=2, progress=killed)
     assert read_training(path)["step"] == 4
     resumed = train(fresh(), DATA, RECIPE, gates=gates(), checkpoint=path, every=2)
@@ -114,15 +91,8 @@ def test_a_teacher_needs_one_that_imitates_it(imitates, teaches, halts):
 
 
 def test_a_loss_that_is_no_number_stops_and_the_last_good_state_stays(tmp_path):
-    path = tmp_path / "one.safetensors"
-
-    def poisoned(steps):
-        for step in steps:
-            if step == 5:
-                model.head.bias.data[0] = float("nan")
-            yield step
-
-    model = fresh()
+    path, model = tmp_path / "one.safetensors", fresh()
+    poisoned = until(5, lambda: model.head.bias.data.fill_(float("nan")))
     said = r"loss of step 5 is not finite: give a smaller learning rate.*last good state is .*one"
     with pytest.raises(QuickSilverError, match=said):
         train(model, DATA, Recipe(8, batch_size=4), checkpoint=path, every=2, progress=poisoned)
@@ -173,7 +143,7 @@ def test_what_is_measured_of_a_policy():
     assert dense.tokens.tolist() == [1.0] * 12
     assert dense.ap() == dense.ap(recycled=False)
     half = evaluate(model, DATA, GRID, ruled("random", [0.5, 0.25]))
-    assert halted_shares(half) == pytest.approx([0.5, 0.25])
+    assert runs.halted_shares(half) == pytest.approx([0.5, 0.25])
     np.testing.assert_allclose(half.tokens, (1 + 0.5 + 0.25) / 3)
     assert (half.executed_flops < dense.executed_flops).all()
     assert not np.array_equal(half.halt_depth[0], half.halt_depth[1])  # each scene draws its own
@@ -212,7 +182,7 @@ def test_gates_of_a_training_are_a_module():
 
 # --- several processes ---
 @pytest.mark.parametrize("processes", [1, 2, 5])
-@pytest.mark.parametrize("parts", [PARTS, ("norm", "frozen"), *MORE.values()])
+@pytest.mark.parametrize("parts", [PARTS, ("norm", "frozen"), *runs.MORE.values()])
 def test_a_part_waits_for_what_it_starts_from(monkeypatch, processes, parts):
     log, lock, running = [], Lock(), []
 
@@ -220,7 +190,7 @@ def test_a_part_waits_for_what_it_starts_from(monkeypatch, processes, parts):
         with lock:
             running.append((seed, part))
             assert len(running) <= processes
-            assert all((seed, need) in log for need in needs(part))
+            assert all((seed, need) in log for need in runs.needs(part))
         with lock:
             running.remove((seed, part))
             log.append((seed, part))
@@ -230,7 +200,7 @@ def test_a_part_waits_for_what_it_starts_from(monkeypatch, processes, parts):
     said: list[str] = []
     with Workers(Plan(), Path("nowhere"), processes) as pool:
         pool.train((0, 3), parts, said.append)
-    assert sorted(log) == sorted(tasks((0, 3), parts))
+    assert sorted(log) == sorted(runs.tasks((0, 3), parts))
     assert len(set(log)) == len(log)
     assert {part for _, part in log} >= set(parts)
     assert said[-1].endswith(f"({len(log)} of {len(log)})")
@@ -284,11 +254,8 @@ def halting():
 
 
 def test_each_clock_has_the_operations_of_its_own_part(halting):
-    scenes = PLAN.validation_scenes(2)
-    with (
-        frames.Timed(halting.model, None, scenes, GRID) as dense,
-        frames.Timed(halting.model, gated(halting), scenes, GRID) as ours,
-    ):
+    timed = partial(frames.Timed, halting.model, scenes=PLAN.validation_scenes(2), grid=GRID)
+    with timed(None) as dense, timed(gated(halting)) as ours:
         encoder, whole = ([one.flops(clock) for one in (dense, ours)] for clock in ("encoder", "whole"))
     with apply(halting.model, []) as run, torch.inference_mode():
         halting.model(PLAN.validation_data.features[:1])

@@ -218,8 +218,6 @@ def with_interval(name: str) -> list[str]:
 
 
 # --- as a table --------------------------------------------------------------------------------------------------------------
-
-
 def described(outcome: Outcome) -> dict[str, Any]:
     """The columns that every row has: `panel`, `section`, `key`, `technique`, and `status`, why there is no record or `measured`."""
     return {name: getattr(outcome.row, name) for name in COLUMNS[:4]} | {"status": outcome.reason or MEASURED}
@@ -387,8 +385,6 @@ COLUMNS = [
 
 
 # --- one noise floor for all rows ----------------------------------------------------------------------------------------------
-
-
 FLOOR, POOLED = "noise_floor_pct", "pooled_noise_floor_pct"
 
 
@@ -447,8 +443,6 @@ def noise_note(rows: Iterable[Mapping[str, Any]], of: str) -> tuple[str, ...]:
 
 
 # --- how far from the committed one --------------------------------------------------------------------------------------------
-
-
 _SAME = ("model", "weights_digest", "dtype", "data", "token_digest", "windows", "tokens", "execution")
 # Names of quantities that belong to the machine and the moment.
 _OF_THE_MACHINE = ("_ms", "_j", "speedup", "latency", "seconds", "gco2", "noise_floor", "load_average", "memory_bytes", "record")

@@ -269,8 +269,6 @@ def percent_of_shares(shares: Any) -> np.ndarray:
 
 
 # --- names that cover nothing, and heatmaps whose numbers can be read ----------------------------------------------------------
-
-
 _STROKE_STEP = 4.0  # pixels
 _NAMES_APART = 0.062  # at least, as a share of the height of the axes
 

@@ -170,7 +170,6 @@ def command_of(artefact: Artefact, overrides: Sequence[str]) -> str:
 
 
 # --- other models and texts -------------------------------------------------------------------------------------------------------
-
 DEFAULT = "far-gpt2 · python-source"
 
 
@@ -294,8 +293,6 @@ def variants_page(
 
 
 # --- README.md --------------------------------------------------------------------------------------------------------------------
-
-
 def fill_readme(readme: Path, results: Path) -> str:
     """Put every written table or figure between its markers `<!-- NAME:begin -->` and `<!-- NAME:end -->`; says what was done.
 

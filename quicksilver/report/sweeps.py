@@ -286,8 +286,6 @@ def draw_front(plot: Any, rows: pd.DataFrame, sweep: Sweep) -> list[tuple[float,
 
 
 # --- budgets -------------------------------------------------------------------------------------------------------------------
-
-
 BUDGET_LEGEND = (
     "asked, reached: percent of dense FLOPs saved, or of perplexity added. The dial was set on calibration data alone "
     "and did not change afterwards. Thresholds given as percentiles keep the numbers that they had on that text.",

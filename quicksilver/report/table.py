@@ -120,8 +120,6 @@ class Table:
 
 
 # --- what is written, as data -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Heading:
     """A `Column` as data."""
@@ -281,8 +279,6 @@ def named_records(frame: pd.DataFrame) -> Iterator[str]:
 
 
 # --- as Markdown ------------------------------------------------------------------------------------------------------------------
-
-
 def markdown(written: Written, level: int = 2) -> str:
     """A table as GitHub-flavoured Markdown, its title a heading of `level`; lines of a cell are joined by `<br>`, sections are rows in bold."""
     parts = [f"{'#' * level} {_escaped(written.title)}"]
@@ -311,7 +307,6 @@ def _escaped(text: str) -> str:
 
 
 # --- in a terminal ----------------------------------------------------------------------------------------------------------------
-
 _GAP = "  "
 
 
@@ -380,7 +375,6 @@ def without_folders(entry: Any) -> Any:
 
 
 # --- as LaTeX ---------------------------------------------------------------------------------------------------------------------
-
 _TEX = str.maketrans(
     {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "|": r"\textbar{}", "–": "--", "—": "---"}
     | {"<": r"\textless{}", ">": r"\textgreater{}", "Δ": r"$\Delta$", "†": r"$\dagger$", "±": r"$\pm$", "×": r"$\times$"}
@@ -422,7 +416,6 @@ def _latex(table: Written, panel: PrintedPanel) -> str:
 
 
 # --- cells: signs, intervals, and what cannot be told from noise ------------------------------------------------------------------
-
 NO_VALUE = "-"
 FALSE_DISCOVERIES = 0.05  # among the verdicts of a table
 ENDS = ("", "_low", "_high")  # behind a column's name: the value, and its 95% interval

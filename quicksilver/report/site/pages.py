@@ -196,8 +196,6 @@ def _about(records: Sequence[Record]) -> str:
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------------------
-
-
 def _details(record: Record, dense: Record | None, brief: bool) -> dict[str, Any]:
     """What the page of a run shows of its record."""
     measured = flat({key: value for key, value in record.content.items() if key not in _SHOWN_APART})
@@ -240,8 +238,6 @@ def _passes(record: Record) -> list[dict[str, Any]]:
 
 
 # --- values in print --------------------------------------------------------------------------------------------------------------
-
-
 def _value(value: Any, key: str = "") -> str:
     """One entry of a record in print: numbers with 6 digits, large counts with their prefix beside them, long lists cut."""
     if isinstance(value, bool) or value is None:

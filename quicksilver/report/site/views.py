@@ -102,8 +102,6 @@ def _words(record: Record, window: int) -> dict[str, Any] | None:
 
 
 # --- decisions ------------------------------------------------------------------------------------------------------------------
-
-
 def _from_trace(trace: Trace, window: int) -> dict[str, Any]:
     """States, bits, fusions and merges of one window; its tokens are counted over the passes that processed it."""
     first = batch = 0
@@ -160,8 +158,6 @@ def _digits(bits: np.ndarray) -> dict[str, list[Any]] | None:
 
 
 # --- signals --------------------------------------------------------------------------------------------------------------------
-
-
 def _from_signals(record: Record, place: int) -> dict[str, Any]:
     """One text that the run looked into."""
     frame, text = record.signals(place), record.texts[place]
@@ -203,8 +199,6 @@ def rounded(value: float | None, digits: int) -> float | None:
 
 
 # --- generated texts -----------------------------------------------------------------------------------------------------------
-
-
 SHOWN = 8  # prompts of each way of decoding; all are in generation.parquet
 _END_OF_PROMPT = 60  # words of a prompt that are shown
 _WORD = re.compile(r"\s*\S+|\s+\Z")
@@ -251,7 +245,6 @@ def marked(one: str, two: str) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
 
 
 # --- from record to record: those that differ in the options of their modules only ------------------------------------------------
-
 _INTERVALS = ("delta_ppl", "delta_ppl_pct", "null_delta_ppl_pct", "versus_null_ppl")
 _NUMBERS = (
     *("ppl", "executed_flops_saved_pct", "nominal_flops_saved_pct", "paper_flops_saved_pct", "prompt_executed_flops_saved_pct"),
@@ -376,8 +369,6 @@ def _order(value: str) -> tuple[int, float, str]:
 
 
 # --- charts, drawn by Bokeh in the browser (templates/charts.js) -----------------------------------------------------------------
-
-
 def bokeh_script() -> bytes:
     """BokehJS itself with its drawing functions, one file for the whole site."""
     folder = files("bokeh").joinpath("server", "static", "js")

@@ -62,17 +62,11 @@ class Board:
         return rows
 
     def _row(self, state: RunState) -> dict[str, Any]:
-        failure = state.failure
-        row = {
-            "number": state.run.number,
-            "state": state.state,
-            "fingerprint": state.run.fingerprint,
-            "error": failure.get("error"),
-        }
-        row["settings"] = dict(text.partition("=")[::2] for text in state.run.differing)
-        row["where"], row["left_s"] = shared(state.making) if state.making else (failure.get("host"), 0.0)
-        row["since"] = state.making[0][0].since if state.making else failure.get("time")
-        return row
+        run, failure, making = state.run, state.failure, state.making
+        row = {"number": run.number, "state": state.state, "fingerprint": run.fingerprint, "error": failure.get("error")}
+        row["settings"] = dict(text.partition("=")[::2] for text in run.differing)
+        row["where"], row["left_s"] = shared(making) if making else (failure.get("host"), 0.0)
+        return row | {"since": making[0][0].since if making else failure.get("time")}
 
     def _numbers(self, folder: Path | None) -> dict[str, Any]:
         """Those of the record in that folder; of one that cannot be read, its `error`."""
@@ -121,9 +115,8 @@ class Board:
         if later := sum(LATER in row for row in rows):
             said.append(f"{later} rows have no interval yet: each further look computes {MOST_INTERVALS}.")
         for line in lines:
-            cells = (
-                text.ljust(to) if at < words else text.rjust(to) for at, (text, to) in enumerate(zip(line, wide, strict=False))
-            )
+            placed = enumerate(zip(line, wide, strict=False))
+            cells = (text.ljust(to) if at < words else text.rjust(to) for at, (text, to) in placed)
             last = textwrap.wrap(line[-1], max(20, (width or 200) - left)) or [""]
             said.append("  ".join((*cells, last[0])).rstrip())
             said += [" " * left + more for more in last[1:]]
@@ -151,25 +144,13 @@ class Board:
 
     def html(self) -> str:
         """The page: it loads nothing, and looks for its newer self every few seconds as long as there is something to come."""
-        rows, loader = self.rows(), jinja2.PackageLoader("quicksilver.report.site")
+        rows, loader, now = self.rows(), jinja2.PackageLoader("quicksilver.report.site"), datetime.now(UTC)
         page = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template("sweep.html")
         counts = {state: count for state in STATES if (count := sum(row["state"] == state for row in rows))}
-        shown: dict[str, Any] = {"rows": rows, "counts": counts, "headline": self.headline(rows), "numbers": _NUMBERS}
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        shown |= {
-            "site": (self.sweep.store.root / "report/index.html").is_file(),
-            "pages": {row["number"]: self._page(row) for row in rows},
-        }
-        return page.render(
-            sweep=self.sweep.manifest,
-            cell=cell,
-            ticks=_ticks,
-            about=_about,
-            now=now,
-            points=_points(rows),
-            notes=_notes(rows),
-            **shown,
-        )
+        shown: dict[str, Any] = dict(sweep=self.sweep.manifest, rows=rows, counts=counts, headline=self.headline(rows))
+        shown |= dict(site=(self.sweep.store.root / "report/index.html").is_file(), now=now.isoformat(timespec="seconds"))
+        shown |= dict(pages={row["number"]: self._page(row) for row in rows}, points=_points(rows), notes=_notes(rows))
+        return page.render(numbers=_NUMBERS, cell=cell, ticks=_ticks, about=_about, **shown)
 
     def _page(self, row: Mapping[str, Any]) -> str | None:
         """Where the sweep's page leads from a run: to its page in the report, else to its record; None: there is neither."""

@@ -28,8 +28,7 @@ from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import counted, outcomes_of
 from quicksilver.report.site.collection import Collection, NamedRecord, Piece, Problem, grouped
-from quicksilver.report.site.leaderboard import boards
-from quicksilver.report.site.views import bokeh_script, generated_texts, sweeps, token_views, windows_chart
+from quicksilver.report.site.views import boards, bokeh_script, generated_texts, sweeps, token_views, windows_chart
 from quicksilver.report.table import PrintedPanel, amount, signed, without_folders
 
 T = TypeVar("T")

@@ -31,9 +31,8 @@ from quicksilver.report.figure import Figure, panels, style
 from quicksilver.report.reproduction import DEFAULT, VARIANTS
 from quicksilver.report.site import views
 from quicksilver.report.site.collection import Collection, NamedRecord
-from quicksilver.report.site.leaderboard import BEATEN, ON_FRONT, UNSEEN, boards
 from quicksilver.report.site.pages import Site, cell_lines, make, of_paper, prose
-from quicksilver.report.site.views import token_views
+from quicksilver.report.site.views import BEATEN, ON_FRONT, UNSEEN, boards, token_views
 from quicksilver.report.table import Heading, Panel, PrintedPanel, Table, read, without_folders
 from quicksilver.runs.config import compose
 from quicksilver.runs.jobs import RecordIndex

@@ -232,15 +232,11 @@ def _measured_on(outcomes: Sequence[Outcome]) -> str:
     records = [one.record for one in outcomes if one.record is not None]
     if not records:
         return ""
-    models, texts = (
-        [*dict.fromkeys(str(without_folders(name)) for name in names)]
-        for names in ((record.model.name for record in records), (record.data.name for record in records))
+    models, texts, protocols = (
+        dict.fromkeys(str(without_folders(getattr(one, of).name)) for one in records) for of in ("model", "data", "protocol")
     )
-    protocols = dict.fromkeys(record.protocol.name for record in records)
-    named = [
-        ", ".join(found) if len(found) <= _NAMED else f"{len(found)} {what}"
-        for found, what in ((models, "models"), (texts, "texts"))
-    ]
+    counted = ((models, "models"), (texts, "texts"))
+    named = [", ".join(found) if len(found) <= _NAMED else f"{len(found)} {what}" for found, what in counted]
     return f" ({'; '.join(named)}; protocol {' and '.join(protocols)})"
 
 

@@ -156,11 +156,9 @@ def name_of(name: str, base: RunConfig, overrides: Sequence[str]) -> str:
         return f"{name}-{variant.name}"
     default = compose([])
     more = sorted(override for override in given if override.split("=")[0] not in ("model", "dataset"))
-    parts = [name]
-    if more or (base.model.name, base.dataset.name) != (default.model.name, default.dataset.name):
-        parts += [base.model.name, base.dataset.name]
-    if more:
-        parts.append(hashlib.sha256("\n".join(more).encode()).hexdigest()[:6])
+    of = (base.model.name, base.dataset.name)
+    parts = [name, *of] if more or of != (default.model.name, default.dataset.name) else [name]
+    parts += [hashlib.sha256("\n".join(more).encode()).hexdigest()[:6]] if more else []
     return re.sub(r"[^\w.-]", "_", "-".join(parts))  # a model's name may be a path
 
 
@@ -187,26 +185,23 @@ class Variant(NamedTuple):
     overrides: tuple[str, ...]
 
 
-VARIANTS = (
-    # Models that use little of their context.
-    Variant("reference-gpt2-python-docs", "reference-gpt2 · python-docs", ("model=reference-gpt2", "dataset=python-docs")),
-    Variant("reference-llama-python-docs", "reference-llama · python-docs", ("model=reference-llama", "dataset=python-docs")),
-    Variant(
-        "reference-gpt2-wikitext103",
-        "reference-gpt2 · WikiText-103",
-        ("model=reference-gpt2", "dataset=wikitext103", "dataset.windows=32"),
-    ),
-    # With the power that the first command has no time for. More windows change no time.
-    Variant(
-        "128-windows",
-        f"{DEFAULT}, 3 random draws, 128 windows instead of 32, nothing timed",
+VARIANTS = tuple(
+    Variant(name, title, tuple(words.split()))
+    for name, title, words in (
+        # Models that use little of their context.
+        ("reference-gpt2-python-docs", "reference-gpt2 · python-docs", "model=reference-gpt2 dataset=python-docs"),
+        ("reference-llama-python-docs", "reference-llama · python-docs", "model=reference-llama dataset=python-docs"),
         (
-            "dataset.windows=128",
-            "measure.null_control.seeds=3",
-            "measure.latency.enabled=false",
-            "measure.emissions.enabled=false",
+            "reference-gpt2-wikitext103",
+            "reference-gpt2 · WikiText-103",
+            "model=reference-gpt2 dataset=wikitext103 dataset.windows=32",
         ),
-    ),
+        # With the power that the first command has no time for. More windows change no time.
+        (
+            *("128-windows", f"{DEFAULT}, 3 random draws, 128 windows instead of 32, nothing timed"),
+            "dataset.windows=128 measure.null_control.seeds=3 measure.latency.enabled=false measure.emissions.enabled=false",
+        ),
+    )
 )
 
 
@@ -283,10 +278,8 @@ def variants_page(
         for artefact, why in missing.items():
             if why:
                 reasons.setdefault(why, []).append(f"{artefact.kind} {artefact.number}")
-        parts += [
-            f"## Not there for {variant.title}",
-            "\n".join(f"- {', '.join(those)}: {why}" for why, those in reasons.items()),
-        ]
+        listed = "\n".join(f"- {', '.join(those)}: {why}" for why, those in reasons.items())
+        parts += [f"## Not there for {variant.title}", listed]
         made = next((commands[variant][one] for one, why in missing.items() if why is None), None)
         parts += [f"Made by `{made}`, and so on."] if made else []
     return "\n\n".join(parts) + "\n"

@@ -23,7 +23,7 @@ from quicksilver.report.claims.ledger import saved_pct as paired_saved_pct
 from quicksilver.report.claims.reported import Estimate
 from quicksilver.report.comparison import interval
 from quicksilver.report.figure import GREY, MARKERS, PALETTE, Figure, label_points, panels, style, whiskers
-from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, interval_cell, versus_null_cell
+from quicksilver.report.table import NO_VALUE, Cell, Column, Lines, Panel, Table, interval_cell, versus_null_cell
 
 if TYPE_CHECKING:
     from quicksilver.runs.dials import Fit
@@ -104,7 +104,7 @@ def frame(outcomes: Sequence[Outcome], sweeps: Sequence[Sweep]) -> pd.DataFrame:
         rows.insert(place, key, [found.get(key) for found in settings])
     for ledger in _PROMPT_LEDGERS:
         rows[f"prompt_{ledger}_flops_saved_pct"] = [
-            one.record.flops_saved_pct(f"prompt_{ledger}") if one.record is not None else None for one in outcomes
+            one.record and one.record.flops_saved_pct(f"prompt_{ledger}") for one in outcomes
         ]
     if any(sweep.base for sweep in sweeps):
         against: list[dict[str, float]] = []
@@ -160,8 +160,8 @@ def table(
 def panel(sweep: Sweep, outcomes: Sequence[Outcome], columns: Sequence[Column], title: str | None = None) -> Panel:
     """A sweep with these columns; below it the command that makes its records, and how they were made."""
     notes = provenance.notes([outcome for outcome in outcomes if outcome.row.panel == sweep.experiment])
-    command = f"Made by: quicksilver run -m experiment={sweep.experiment}"
-    return Panel(sweep.experiment, title or sweep.title, tuple(columns), (command, *notes))
+    made_by = f"Made by: quicksilver run -m experiment={sweep.experiment}"
+    return Panel(sweep.experiment, title or sweep.title, tuple(columns), (made_by, *notes))
 
 
 def columns(sweep: Sweep) -> tuple[Column, ...]:
@@ -189,7 +189,7 @@ def _short(override: str) -> str:
     return f"{key.rpartition('.')[2]}{equals}{value}"
 
 
-def _setting(key: str, *, first: bool) -> Callable[[Mapping[str, Any]], Lines]:
+def _setting(key: str, *, first: bool) -> Cell:
     """The value of one axis; a row beside the sweep has its name instead, and a row without a record the reason below."""
 
     def cell(row: Mapping[str, Any]) -> Lines:
@@ -231,11 +231,8 @@ def figure(outcomes: Sequence[Outcome], name: str, title: str, sweeps: Sequence[
         drawing, plots = panels(lines, _PLOTS_A_LINE, size=(2.9 * _PLOTS_A_LINE, 2.7 * lines))
         for plot in plots.flat[len(sweeps) :]:
             plot.remove()
-        labels = {
-            plot: draw_front(plot, rows[rows["panel"] == sweep.experiment], sweep)
-            for plot, sweep in zip(plots.flat, sweeps, strict=False)
-        }
-        label_points(drawing, labels)
+        placed = [(plot, sweep, rows[rows["panel"] == sweep.experiment]) for plot, sweep in zip(plots.flat, sweeps, strict=False)]
+        label_points(drawing, {plot: draw_front(plot, mine, sweep) for plot, sweep, mine in placed})
     said = (
         "Each picture varies the options in its title; a point is one run, its label the value of the last of them. Up: perplexity added, with "
         "95% intervals paired by window; right: what is saved. Broken line: the front, the runs that no other beats in both."
@@ -327,6 +324,10 @@ def budget_table(fits: Sequence[tuple[Fit, Mapping[str, tuple[Record, Record]]]]
     return Table(name, title, rows, tuple(panels), (*BUDGET_LEGEND, *comparison.marks(rows)))
 
 
+def _in_percent(name: str) -> Cell:
+    return lambda row: interval_cell(row, name)[1:] or (NO_VALUE,)
+
+
 BUDGET_COLUMNS = (
     Column("", "text", "{technique}", align="left"),
     Column("", "setting", lambda row: tuple(re.split(r", (?=\w+=)", str(row["dial"]))), align="left"),
@@ -337,12 +338,7 @@ BUDGET_COLUMNS = (
     Column("saved, % of dense FLOPs", "prompt", "{prompt_executed_flops_saved_pct:+.1f}", expendable=2),
     Column("saved, % of dense FLOPs", "paper", "{paper_flops_saved_pct:+.1f}", expendable=3),
     Column("", "KL × 100", "{kl_nats:100*.2f}"),
-    Column("perplexity against dense", "Δ, %", lambda row: interval_cell(row, "delta_ppl")[1:] or (NO_VALUE,)),
-    Column(
-        "perplexity against dense",
-        "Δ of null, %",
-        lambda row: interval_cell(row, "null_delta_ppl")[1:] or (NO_VALUE,),
-        expendable=4,
-    ),
+    Column("perplexity against dense", "Δ, %", _in_percent("delta_ppl")),
+    Column("perplexity against dense", "Δ of null, %", _in_percent("null_delta_ppl"), expendable=4),
     Column("perplexity against dense", "vs random", versus_null_cell, expendable=1),
 )

@@ -211,9 +211,8 @@ _dump_line = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=("
 
 
 def _dump(value: Any) -> str:
-    if isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple | dict):
-        return "[\n" + ",\n".join(map(_dump_line, value)) + "\n]"
-    return _dump_line(value)
+    rows = isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple | dict)
+    return "[\n" + ",\n".join(map(_dump_line, value)) + "\n]" if rows else _dump_line(value)
 
 
 def written_of(kind: Literal["table", "figure"], made: Any, rows: tuple[tuple[Value, ...], ...], **more: Any) -> Written:

@@ -35,8 +35,10 @@ T = TypeVar("T")
 
 _ASSETS = ("site.css", "site.js", "charts.js", "tokens.js", "explorer.js", "runs.js")
 # Page to template; the first page last, because pages note what is missing.
-_PAGES = {"tokens": "tokens_index", "texts": "samples_index"} | {
-    name: name for name in ("explorer", "leaderboard", "claims", "index")
+_PAGES = {
+    "tokens": "tokens_index",
+    "texts": "samples_index",
+    **{name: name for name in ("explorer", "leaderboard", "claims", "index")},
 }
 ROWS = 500  # of a page of runs
 _BETTER = {"Δppl": -1, "Δ perplexity": -1, "Δ far recall": -1, "KL × 100": -1} | dict.fromkeys(
@@ -48,10 +50,8 @@ _DESCRIBED = (
     *("dense_fingerprint", "modules", "execution", "protocol", "lookahead", "model", "data", "calibration", "package"),
     *("started", "finished", "seconds"),
 )
-_SHOWN_APART = {
-    *(ENTRY, "checksum", "config", "environment", "files", "schema_version", "fingerprint", "identity", "label", "texts"),
-    *_DESCRIBED,
-}
+_NAMES = ("checksum", "config", "environment", "files", "schema_version", "fingerprint", "identity", "label", "texts")
+_SHOWN_APART = {ENTRY, *_NAMES, *_DESCRIBED}
 
 
 def make(results_dir: Path | str) -> tuple[Path, list[Problem]]:
@@ -84,12 +84,9 @@ class Site:
             contents[script] = f'"use strict";\nconst sharedWords = {_json(dict(sorted(words.items())))};\n'.encode()
         for before, piece, after in zip([None, *pieces], pieces, [*pieces[1:], None], strict=False):
             contents |= self._piece_pages(piece, before=before, after=after)
-        panels = [
-            (f"{piece.title.partition(':')[0]}, {panel}", [self.there.runs[name] for name in names if name in self.there.runs])
-            for piece in pieces
-            for panel, names in piece.panels.items()
-        ]
-        pairs = ((title, [(one.record, one.dense) for one in members if one.record and one.dense]) for title, members in panels)
+        panels = ((f"{one.title.partition(':')[0]}, {panel}", names) for one in pieces for panel, names in one.panels.items())
+        named = ((title, [run for run in map(self.there.runs.get, names) if run is not None]) for title, names in panels)
+        pairs = ((title, [(one.record, one.dense) for one in members if one.record and one.dense]) for title, members in named)
         about = _about([run.record for run in runs if run.record is not None])
         shown = {"sweeps": without_folders(sweeps(pairs)), "boards": boards(runs), "about": about}
         contents["assets/records.parquet"] = self._frame()
@@ -171,9 +168,8 @@ class Site:
     @cached_property
     def _environment(self) -> jinja2.Environment:
         loader = jinja2.PackageLoader("quicksilver.report.site")
-        environment = jinja2.Environment(
-            trim_blocks=True, lstrip_blocks=True, autoescape=True, undefined=jinja2.StrictUndefined, loader=loader
-        )
+        options: dict[str, Any] = dict(trim_blocks=True, lstrip_blocks=True, autoescape=True, undefined=jinja2.StrictUndefined)
+        environment = jinja2.Environment(loader=loader, **options)
         environment.filters |= dict(signed=signed, json=_json, digits=_digits, value=_value, prose=prose, lines=cell_lines)
         environment.filters |= dict(of_paper=of_paper, best=best)
         # Of rows of the ledger, how many have each verdict; and how many outcomes.

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -198,9 +198,7 @@ class Artefact:
     @cached_property
     def title(self) -> str:
         """First line of the docstring of the file or function, without `Table 11:`."""
-        tree = ast.parse(self.path.read_text(encoding="utf-8"))
-        functions = {one.name: one for one in tree.body if isinstance(one, ast.FunctionDef)}
-        docstring = ast.get_docstring(functions[self.function] if self.function else tree) or self.path.stem
+        docstring = _docstrings(self.path, self.path.stat().st_mtime_ns)[self.function] or self.path.stem
         return re.sub(r"^(Table|Figure)s? [^:]+: ", "", docstring.splitlines()[0]).rstrip(".")
 
     @contextmanager
@@ -225,6 +223,14 @@ class Artefact:
         with self._with_libraries():
             module = _imported(self.path)
         return cast(Experiment, getattr(module, self.function) if self.function else module)
+
+
+@cache  # parsing takes longer than all else that a list of artefacts needs
+def _docstrings(path: Path, changed_ns: int) -> dict[str | None, str | None]:
+    """Docstrings of the functions of a file by name; under None its own."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = [one for one in tree.body if isinstance(one, ast.FunctionDef)]
+    return {None: ast.get_docstring(tree), **{one.name: ast.get_docstring(one) for one in functions}}
 
 
 def _measured_on(outcomes: Sequence[Outcome]) -> str:

@@ -7,6 +7,7 @@ import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -144,19 +145,24 @@ class Board:
 
     def html(self) -> str:
         """The page: it loads nothing, and looks for its newer self every few seconds as long as there is something to come."""
-        rows, loader, now = self.rows(), jinja2.PackageLoader("quicksilver.report.site"), datetime.now(UTC)
-        page = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template("sweep.html")
+        rows, now = self.rows(), datetime.now(UTC)
         counts = {state: count for state in STATES if (count := sum(row["state"] == state for row in rows))}
         shown: dict[str, Any] = dict(sweep=self.sweep.manifest, rows=rows, counts=counts, headline=self.headline(rows))
         shown |= dict(site=(self.sweep.store.root / "report/index.html").is_file(), now=now.isoformat(timespec="seconds"))
         shown |= dict(pages={row["number"]: self._page(row) for row in rows}, points=_points(rows), notes=_notes(rows))
-        return page.render(numbers=_NUMBERS, cell=cell, ticks=_ticks, about=_about, **shown)
+        return _template().render(numbers=_NUMBERS, cell=cell, ticks=_ticks, about=_about, **shown)
 
     def _page(self, row: Mapping[str, Any]) -> str | None:
         """Where the sweep's page leads from a run: to its page in the report, else to its record; None: there is neither."""
         places = (f"report/runs/{row['fingerprint']}.html", f"runs/{row['fingerprint']}/record.json")
         found = next((place for place in places if (self.sweep.store.root / place).is_file()), None)
         return f"../../{found}" if found and row["state"] == "done" else None
+
+
+@cache
+def _template() -> jinja2.Template:
+    loader = jinja2.PackageLoader("quicksilver.report.site")
+    return jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template("sweep.html")
 
 
 def status(results_dir: Path | str) -> str:

@@ -9,7 +9,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
@@ -162,22 +162,23 @@ class Site:
 
     def _page(self, template: str, base: str = "", **values: Any) -> bytes:
         """`base` leads from the page to the first one."""
-        page = self._environment.get_template(template).render(base=base, site=self.there, **values)
+        page = _environment().get_template(template).render(base=base, site=self.there, **values)
         return (re.sub(r"\n\s*\n+", "\n", page).strip() + "\n").encode()
 
-    @cached_property
-    def _environment(self) -> jinja2.Environment:
-        loader = jinja2.PackageLoader("quicksilver.report.site")
-        options: dict[str, Any] = dict(trim_blocks=True, lstrip_blocks=True, autoescape=True, undefined=jinja2.StrictUndefined)
-        environment = jinja2.Environment(loader=loader, **options)
-        environment.filters |= dict(signed=signed, json=_json, digits=_digits, value=_value, prose=prose, lines=cell_lines)
-        environment.filters |= dict(of_paper=of_paper, best=best)
-        # Of rows of the ledger, how many have each verdict; and how many outcomes.
-        environment.filters["counted"] = lambda rows: counted(row["verdict"] for row in rows)
-        environment.filters["outcomes"] = lambda rows: counted(outcomes_of(pd.DataFrame(rows))) if rows else []
-        environment.filters["slug"] = lambda text: re.sub(r"\W+", "-", text.lower()).strip("-")
-        environment.filters["grouped"] = lambda problems: without_folders(grouped(problems))
-        return environment
+
+@cache
+def _environment() -> jinja2.Environment:
+    loader = jinja2.PackageLoader("quicksilver.report.site")
+    options: dict[str, Any] = dict(trim_blocks=True, lstrip_blocks=True, autoescape=True, undefined=jinja2.StrictUndefined)
+    environment = jinja2.Environment(loader=loader, **options)
+    environment.filters |= dict(signed=signed, json=_json, digits=_digits, value=_value, prose=prose, lines=cell_lines)
+    environment.filters |= dict(of_paper=of_paper, best=best)
+    # Of rows of the ledger, how many have each verdict; and how many outcomes.
+    environment.filters["counted"] = lambda rows: counted(row["verdict"] for row in rows)
+    environment.filters["outcomes"] = lambda rows: counted(outcomes_of(pd.DataFrame(rows))) if rows else []
+    environment.filters["slug"] = lambda text: re.sub(r"\W+", "-", text.lower()).strip("-")
+    environment.filters["grouped"] = lambda problems: without_folders(grouped(problems))
+    return environment
 
 
 def _about(records: Sequence[Record]) -> str:

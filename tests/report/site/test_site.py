@@ -31,7 +31,7 @@ from quicksilver.report.figure import Figure, panels, style
 from quicksilver.report.reproduction import DEFAULT, VARIANTS
 from quicksilver.report.site import views
 from quicksilver.report.site.collection import Collection, NamedRecord
-from quicksilver.report.site.pages import Site, cell_lines, make, of_paper, prose
+from quicksilver.report.site.pages import Site, _json, cell_lines, make, of_paper, prose
 from quicksilver.report.site.views import BEATEN, ON_FRONT, UNSEEN, boards, token_views
 from quicksilver.report.table import Heading, Panel, PrintedPanel, Table, read, without_folders
 from quicksilver.runs.config import compose
@@ -270,9 +270,8 @@ def test_what_a_page_shows_cannot_end_its_script(made, site, records):
     hostile = {"name": "</script><b>", "values": ["<!--"]}
     page = Site(Collection(made))._page("explorer.html", sweeps=[]).decode()
     assert "</script><b>" not in page
-    environment = Site(Collection(made))._environment
-    assert "<" not in environment.filters["json"](hostile)
-    assert json.loads(environment.filters["json"](hostile)) == hostile
+    assert "<" not in _json(hostile)
+    assert json.loads(_json(hostile)) == hostile
 
 
 def test_scripts_put_text_into_a_page_through_one_tag_that_escapes_it():

@@ -209,9 +209,8 @@ class Artefact:
         except ModuleNotFoundError as error:
             if (error.name or "").split(".")[0] == "quicksilver":
                 raise
-            raise ConfigError(
-                f"{self.kind} {self.number} needs {error.name}, which is not installed: {installing('plots')}."
-            ) from error
+            why = f"which is not installed: {installing('plots')}."
+            raise ConfigError(f"{self.kind} {self.number} needs {error.name}, {why}") from error
 
     @cached_property
     def experiment(self) -> Experiment:
@@ -302,9 +301,8 @@ def find(kind: str, number: str) -> Artefact:
     hint = "" if other is None else f"There is a {other.kind} {other.number}. "
     if close := difflib.get_close_matches(number, [artefact.number for artefact in there if artefact.kind == kind], n=2):
         hint += f"Did you mean {' or '.join(close)}? "
-    raise ConfigError(
-        f"There is no {kind} {number} in this version. {hint}{kind.capitalize()}s: {known}; `list` says what each is."
-    )
+    hint += f"{kind.capitalize()}s: {known}; `list` says what each is."
+    raise ConfigError(f"There is no {kind} {number} in this version. {hint}")
 
 
 def listing(there: Sequence[Artefact]) -> str:

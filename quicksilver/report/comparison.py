@@ -132,9 +132,8 @@ def _quality(record: Record, dense: Record, null: NullResult | None, intervals: 
     windows, and `worst5_share_pct`, what the five windows that lose most have of the sum; absent where the run loses nothing."""
     nats, tokens, dense_nats, dense_tokens = stats.pairs_of(record, dense)
     added = np.sort(nats - dense_nats)
-    row: dict[str, Any] = interval("delta_ppl", stats.paired_records(record, dense)) | {
-        "delta_nats": float(added.sum() / tokens.sum())
-    }
+    row: dict[str, Any] = interval("delta_ppl", stats.paired_records(record, dense))
+    row["delta_nats"] = float(added.sum() / tokens.sum())
     row["delta_nats_median"] = float(np.median(nats / tokens - dense_nats / dense_tokens))
     if added.sum() > 0:
         row["worst5_share_pct"] = 100 * float(added[-5:].sum() / added.sum())

@@ -107,9 +107,8 @@ def confirmation(records: Sequence[Record]) -> str | None:
         f"{len(found)} run{'s' * (len(found) > 1)} scored {windows} windows again: at most {apart:.1g} nats a token from the repository's record."
     ]
     if others := len(found) - taken:
-        said += [
-            f"{others} differ by more than their number format leaves, or have another kernel, and were measured here as a whole."
-        ]
+        why = "differ by more than their number format leaves, or have another kernel"
+        said.append(f"{others} {why}, and were measured here as a whole.")
     if taken:
         timed = any(record.found("latency", LatencyResult) for record in records)
         said.append(f"{taken} agree{'s' * (taken == 1)} within the rounding of {formats}, so the quality is the repository's.")
@@ -145,11 +144,9 @@ def _data(record: Record) -> str:
 
 
 def _protocol(record: Record) -> str:
-    protocol = record.protocol
+    protocol, detail = record.protocol, "every position but the first scored, teacher-forced"
     if protocol.name == "continuation":
         detail = f"prompt of {protocol.prompt_tokens}, then {protocol.window_tokens - protocol.prompt_tokens} scored"
-    else:
-        detail = "every position but the first scored, teacher-forced"
     return f"{protocol.name} ({detail}; batch {protocol.batch_size})"
 
 

@@ -50,10 +50,8 @@ def base_config(overrides: Sequence[str]) -> RunConfig:
     for override in overrides:
         key = override.lstrip("+~").split("=")[0]
         if key in ("protocol", "protocol.name") or key.split(".")[0] == "modules":
-            raise ConfigError(
-                f"{override}: a table or figure sets protocol and modules itself. "
-                f"To vary them: quicksilver run {shlex.quote(override)} …"
-            )
+            vary = f"To vary them: quicksilver run {shlex.quote(override)} …"
+            raise ConfigError(f"{override}: a table or figure sets protocol and modules itself. {vary}")
     base = compose(list(overrides))
     if base.dataset.windows is not None and base.dataset.windows < MIN_WINDOWS:
         raise ConfigError(f"dataset.windows={base.dataset.windows}: intervals need at least {MIN_WINDOWS} windows.")
@@ -207,13 +205,12 @@ VARIANTS = tuple(
 
 # Not repeated, and why: pictures of single runs and tokens, whose traces and arrays would fill the repository; scores of models that were
 # fine-tuned for the tasks they are scored on, which no other model can do.
+_PICTURES = "figure02 figure05_17 figure09 figure10 figure11 figure12 figure13 figure14 figure19 figure20 figure21 figure22"
 _ONE_RUN = "shows one run token by token: one selection is enough here, the command draws it of any other"
 _TASKS = "needs models fine-tuned for tasks; others answer at random"
-LEFT_OUT = dict.fromkeys(
-    [f"figure{number}" for number in ("02", "05_17", "09", "10", "11", "12", "13", "14", "19", "20", "21", "22")]
-    + ["figure_word_signals"],
-    _ONE_RUN,
-) | dict.fromkeys(["table04", "figure03_18"], _TASKS)
+LEFT_OUT = dict.fromkeys([*_PICTURES.split(), "figure_word_signals"], _ONE_RUN) | dict.fromkeys(
+    ["table04", "figure03_18"], _TASKS
+)
 
 
 def selected_by(overrides: Sequence[str]) -> Variant | None:
@@ -256,11 +253,8 @@ def variants_page(
         commands: what makes each.
     """
     ledgers = ["[ledger](claims.md)", *(f"[ledger](claims-{one.name}.md)" for one in there)]
-    rows = [
-        ["", DEFAULT, *(one.title for one in there)],
-        [":--"] * (2 + len(there)),
-        ["claims of the paper, with verdicts", *ledgers],
-    ]
+    rows = [["", DEFAULT, *(one.title for one in there)], [":--"] * (2 + len(there))]
+    rows.append(["claims of the paper, with verdicts", *ledgers])
     for artefact in next(iter(there.values())):
         title = f"{artefact.kind} {artefact.number}: {artefact.title}".replace("|", "\\|")
         suffix = "md" if artefact.kind == "table" else "png"

@@ -223,18 +223,14 @@ def _notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Which runs also act on scored tokens; and a line for each group of runs that found the same to the last digit."""
     acting = [str(row["number"]) for row in rows if row.get("acts_on_scored")]
     which = f"Run {acting[0]} acts" if len(acting) == 1 else f"Runs {', '.join(acting)} act"
-    said = (
-        [f"{which} on scored tokens too: perplexity pays for both. `quicksilver show` names an option against it."]
-        if acting
-        else []
-    )
+    said = [f"{which} on scored tokens too: perplexity pays for both. `quicksilver show` names an option against it."]
     found: dict[tuple[float, ...], list[str]] = {}
     for row in rows:
         if "kl_nats" in row:
             measured = tuple(row.get(key, math.nan) for key in ("ppl", "kl_nats", "executed_flops_saved_pct"))
             found.setdefault(measured, []).append(str(row["number"]))
     same = [", ".join(runs) for runs in found.values() if len(runs) > 1]
-    return [*said, *(f"Runs {runs} found the same: what differs between them changed nothing." for runs in same)]
+    return [*said * bool(acting), *(f"Runs {runs} found the same: what differs between them changed nothing." for runs in same)]
 
 
 def _points(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -102,10 +102,8 @@ def frame(outcomes: Sequence[Outcome], sweeps: Sequence[Sweep]) -> pd.DataFrame:
     settings = [{} if outcome.row.section else _settings(outcome.row) for outcome in outcomes]
     for place, key in enumerate(axes, start=rows.columns.get_loc("technique") + 1):
         rows.insert(place, key, [found.get(key) for found in settings])
-    for ledger in _PROMPT_LEDGERS:
-        rows[f"prompt_{ledger}_flops_saved_pct"] = [
-            one.record and one.record.flops_saved_pct(f"prompt_{ledger}") for one in outcomes
-        ]
+    for key in _PROMPT_LEDGERS:
+        rows[f"prompt_{key}_flops_saved_pct"] = [one.record and one.record.flops_saved_pct(f"prompt_{key}") for one in outcomes]
     if any(sweep.base for sweep in sweeps):
         against: list[dict[str, float]] = []
         for one in outcomes:
@@ -217,10 +215,8 @@ def answers(sweep: Sweep, key: str, claim: str, flops: str | None = None) -> dic
         paired = paired_records(ours, base)
         return Estimate(paired.relative_pct, paired.relative_pct_low, paired.relative_pct_high)
 
-    found = {f"{claim}.delta_ppl": between(added)}
-    if flops is not None:
-        found[f"{claim}.flops_saved_pct"] = between(lambda ours, base: paired_saved_pct(ours, base, flops))
-    return found
+    saved = {} if flops is None else {f"{claim}.flops_saved_pct": between(lambda ours, base: paired_saved_pct(ours, base, flops))}
+    return {f"{claim}.delta_ppl": between(added), **saved}
 
 
 def figure(outcomes: Sequence[Outcome], name: str, title: str, sweeps: Sequence[Sweep]) -> Figure:

@@ -164,12 +164,10 @@ class Source:
             ConfigError: a claim that is not in reported*.yaml, a row that the experiment does not have.
         """
         rows, path = self.artefact.experiment.rows(), self.artefact.path
-        named = Counter((row.reported, row.panel) for row in rows)
-        found = [
-            (row.reported, AnsweredBy(row.panel, row.key, note=row.section if named[row.reported, row.panel] > 1 else ""))
-            for row in rows
-            if row.reported
-        ]
+        named = [(row.reported, row) for row in rows if row.reported]
+        times = Counter((claim, row.panel) for claim, row in named)
+        notes = [row.section if times[claim, row.panel] > 1 else "" for claim, row in named]
+        found = [(claim, AnsweredBy(row.panel, row.key, note=note)) for (claim, row), note in zip(named, notes, strict=True)]
         for claim, given in self.artefact.answered.items():
             found += [(claim, one) for one in ((given,) if isinstance(given, AnsweredBy) else given)]
         known = {f"{entry.id}.{name}" for entry in reported().values() for name in entry.quantities} | reported().keys()
@@ -513,10 +511,10 @@ def _statements(artefact: Artefact) -> Iterator[dict[str, Any]]:
     """A row a statement of the experiment. They are not counted: the rule of docs/verdicts.md needs a number to compare with."""
     stated: Callable[[], list[Statement]] = getattr(artefact.experiment, "STATEMENTS", list)
     for one in stated():
-        row = dict(
-            panel=one.paper, kind=STATEMENT, claim=one.id, place=one.paper, quote=one.quote, reported="> 0", target_low=0.0
+        row: dict[str, Any] = dict(
+            panel=one.paper, kind=STATEMENT, claim=one.id, place=one.paper, quote=one.quote, reported="> 0"
         )
-        row |= dict(verdict=one.verdict, why=f"{one.compared}; {one.why}", artefact=artefact.name)
+        row |= dict(target_low=0.0, verdict=one.verdict, why=f"{one.compared}; {one.why}", artefact=artefact.name)
         if (found := one.estimate) is not None:
             row |= dict(measured=found.value, measured_low=found.low, measured_high=found.high)
         yield row

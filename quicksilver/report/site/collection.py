@@ -160,9 +160,8 @@ class Collection:
         if not any(piece.written for piece in self.pieces) and self.claims is None:  # nobody has made a table here
             self.problems.clear()
             if not made:
-                raise ConfigError(
-                    f"{root} has no record, table, figure or claim yet: quicksilver reproduce table 11 writes some."
-                )
+                begin = "quicksilver reproduce table 11 writes some."
+                raise ConfigError(f"{root} has no record, table, figure or claim yet: {begin}")
         self.runs = self._runs(made, most_whole)
         if self.runs and not any(run.record is not None for run in self.runs.values()):
             raise ConfigError(
@@ -236,9 +235,7 @@ class Collection:
                 self.note([self._ledger], "claims", f"the ledger was not made yet: there is no {path.name}.", absent=True)
                 return None
             entries = read(path).entries
-            found: list[dict[str, Value]] = [
-                {key: "" if value is None else value for key, value in entry.items()} for entry in entries
-            ]
+            found: list[dict[str, Value]] = [{key: "" if one is None else one for key, one in row.items()} for row in entries]
             for check, column in ((fingerprint_of, "record"), (plain_name, "artefact")):
                 for name in filter(None, (row.get(column) for row in found)):
                     check(name, f"the {column} of a claim")

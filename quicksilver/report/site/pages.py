@@ -35,11 +35,8 @@ T = TypeVar("T")
 
 _ASSETS = ("site.css", "site.js", "charts.js", "tokens.js", "explorer.js", "runs.js")
 # Page to template; the first page last, because pages note what is missing.
-_PAGES = {
-    "tokens": "tokens_index",
-    "texts": "samples_index",
-    **{name: name for name in ("explorer", "leaderboard", "claims", "index")},
-}
+_PAGES = {"tokens": "tokens_index", "texts": "samples_index"}
+_PAGES |= {name: name for name in ("explorer", "leaderboard", "claims", "index")}
 ROWS = 500  # of a page of runs
 _BETTER = {"Δppl": -1, "Δ perplexity": -1, "Δ far recall": -1, "KL × 100": -1} | dict.fromkeys(
     ("exec", "nominal", "exec, prompt", "FLOPs saved", "KV bytes", "speedup"), 1
@@ -283,13 +280,11 @@ def best(panel: PrintedPanel) -> set[tuple[int, int]]:
     found: set[tuple[int, int]] = set()
     for at, column in enumerate(panel.columns):
         if (sign := _BETTER.get(column.header)) and "paper" not in column.group.split():
-            cells = {
-                row.row: re.fullmatch(r"([+-]?\d[\d.]*)%?( \[.*)?", "".join(row.cells[at][:1]))
-                for one in panel.sections
-                for row in one.rows
-                if "†" not in "".join(row.cells[0])  # what looks ahead is no candidate
-            }
-            values = {row: sign * float(match[1]) for row, match in cells.items() if match is not None}
+            rows = [
+                row for one in panel.sections for row in one.rows if "†" not in "".join(row.cells[0])
+            ]  # nothing that looks ahead
+            cells = ((row.row, re.fullmatch(r"([+-]?\d[\d.]*)%?( \[.*)?", "".join(row.cells[at][:1]))) for row in rows)
+            values = {row: sign * float(match[1]) for row, match in cells if match is not None}
             if len(set(values.values())) > 1 and (sign < 0 or max(values.values()) > 0):  # what saves nothing is not marked
                 found |= {(row, at) for row, value in values.items() if value == max(values.values())}
     return found

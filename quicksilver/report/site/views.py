@@ -452,9 +452,7 @@ def boards(runs: Iterable[NamedRecord]) -> list[Board]:
         for one in frame.to_dict("records"):
             own_modules = one["run"].record.config["modules"].values()
             if not keys[one["method"]] and not all(str(of.get("_target_", "")).startswith("quicksilver.") for of in own_modules):
-                keys[one["method"]] = [
-                    *one["options"]
-                ]  # nobody knows the defaults of another's method: all of its options are said
+                keys[one["method"]] = [*one["options"]]  # nobody knows another's defaults: all options are said
         entries = []
         for one in frame.to_dict("records"):
             own_options = ((key.rpartition(".")[2], one["options"].get(key)) for key in keys[one["method"]])

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -198,9 +198,7 @@ class Artefact:
     @cached_property
     def title(self) -> str:
         """First line of the docstring of the file or function, without `Table 11:`."""
-        tree = ast.parse(self.path.read_text(encoding="utf-8"))
-        functions = {one.name: one for one in tree.body if isinstance(one, ast.FunctionDef)}
-        docstring = ast.get_docstring(functions[self.function] if self.function else tree) or self.path.stem
+        docstring = _docstrings(self.path, self.path.stat().st_mtime_ns)[self.function] or self.path.stem
         return re.sub(r"^(Table|Figure)s? [^:]+: ", "", docstring.splitlines()[0]).rstrip(".")
 
     @contextmanager
@@ -211,9 +209,8 @@ class Artefact:
         except ModuleNotFoundError as error:
             if (error.name or "").split(".")[0] == "quicksilver":
                 raise
-            raise ConfigError(
-                f"{self.kind} {self.number} needs {error.name}, which is not installed: {installing('plots')}."
-            ) from error
+            why = f"which is not installed: {installing('plots')}."
+            raise ConfigError(f"{self.kind} {self.number} needs {error.name}, {why}") from error
 
     @cached_property
     def experiment(self) -> Experiment:
@@ -227,20 +224,24 @@ class Artefact:
         return cast(Experiment, getattr(module, self.function) if self.function else module)
 
 
+@cache  # parsing takes longer than all else that a list of artefacts needs
+def _docstrings(path: Path, changed_ns: int) -> dict[str | None, str | None]:
+    """Docstrings of the functions of a file by name; under None its own."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = [one for one in tree.body if isinstance(one, ast.FunctionDef)]
+    return {None: ast.get_docstring(tree), **{one.name: ast.get_docstring(one) for one in functions}}
+
+
 def _measured_on(outcomes: Sequence[Outcome]) -> str:
     """` (reference-gpt2; python-docs; protocol all)`: a table says so below each of its panels, a figure in its title."""
     records = [one.record for one in outcomes if one.record is not None]
     if not records:
         return ""
-    models, texts = (
-        [*dict.fromkeys(str(without_folders(name)) for name in names)]
-        for names in ((record.model.name for record in records), (record.data.name for record in records))
+    models, texts, protocols = (
+        dict.fromkeys(str(without_folders(getattr(one, of).name)) for one in records) for of in ("model", "data", "protocol")
     )
-    protocols = dict.fromkeys(record.protocol.name for record in records)
-    named = [
-        ", ".join(found) if len(found) <= _NAMED else f"{len(found)} {what}"
-        for found, what in ((models, "models"), (texts, "texts"))
-    ]
+    counted = ((models, "models"), (texts, "texts"))
+    named = [", ".join(found) if len(found) <= _NAMED else f"{len(found)} {what}" for found, what in counted]
     return f" ({'; '.join(named)}; protocol {' and '.join(protocols)})"
 
 
@@ -300,9 +301,8 @@ def find(kind: str, number: str) -> Artefact:
     hint = "" if other is None else f"There is a {other.kind} {other.number}. "
     if close := difflib.get_close_matches(number, [artefact.number for artefact in there if artefact.kind == kind], n=2):
         hint += f"Did you mean {' or '.join(close)}? "
-    raise ConfigError(
-        f"There is no {kind} {number} in this version. {hint}{kind.capitalize()}s: {known}; `list` says what each is."
-    )
+    hint += f"{kind.capitalize()}s: {known}; `list` says what each is."
+    raise ConfigError(f"There is no {kind} {number} in this version. {hint}")
 
 
 def listing(there: Sequence[Artefact]) -> str:

@@ -22,42 +22,15 @@ from quicksilver.measure.energy import EmissionsResult
 from quicksilver.measure.latency import LOUD, LatencyResult
 from quicksilver.measure.measurement import Quartiles
 from quicksilver.measure.quality import NullResult
+from quicksilver.records import stats
 from quicksilver.records.record import Record
-from quicksilver.records.stats import (
-    PairedInterval,
-    bootstrap,
-    check_pairs,
-    false_discovery,
-    mean,
-    paired_records,
-    pairs_of,
-    sign_flip_p,
-)
 from quicksilver.records.times import TimedProcess, over
 from quicksilver.report import provenance
+from quicksilver.report import table as tables
 from quicksilver.report.artefacts import Outcome
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.provenance import SHORT
-from quicksilver.report.table import (
-    ENDS,
-    KL_CELL,
-    NO_VALUE,
-    Cell,
-    Column,
-    Lines,
-    Panel,
-    Table,
-    audit_cell,
-    csv,
-    filled,
-    interval_cell,
-    number,
-    signed,
-    speedup_cell,
-    time_cell,
-    versus_null_cell,
-    without_folders,
-)
+from quicksilver.report.table import ENDS, NO_VALUE, Cell, Column, Lines, Panel, Table, filled, number, signed, time_cell
 
 _MEASUREMENTS: dict[str, Any] = {"audit": AuditResult, "null": NullResult, "latency": LatencyResult, "emissions": EmissionsResult}
 AUDIT = ("audit_max_abs_logit_difference", "audit_masked_max_abs_logit_difference")
@@ -72,51 +45,27 @@ VERSUS_RANDOM = (
     "better, worse: the interval of the difference excludes 0, and a permutation test agrees at 5% false discoveries over the panel "
     "(Benjamini-Hochberg). same: otherwise."
 )
-LEGEND = (  # a column, and what is said where a row has it
-    (
-        "executed_flops",
-        "Saved is a decrease in percent of dense inference: 25 means a quarter less. The dense row shows what it has: operations (G = 10⁹), "
-        "milliseconds a batch.",
-    ),
-    (
-        "speedup_pct",
-        "speedup: wall clock of one batch, under continuation of its prompt as well. It is the median of rounds that alternate with the dense "
-        f"model. {NOISE} simulated: no time, because the quantization is simulated in float.",
-    ),
-    (
-        "co2_saved_pct",
-        "CO₂e: grams that CodeCarbon charges a token, saved in percent. The dense row shows micrograms a token. Without an energy counter it is "
-        "derived from time. It is ≈ 0 or ±43 where the time is, or where it is itself within that noise.",
-    ),
-    (
-        "executed_flops",
-        "FLOPs saved has three ledgers. exec: operations that ran, signals and modules included. nominal: the dense formula on active tokens. "
-        "paper: Appendix J's formula, comparable with the paper's column only. Of KV skipping alone it counts nothing, so that claim is judged by nominal. It charges a bit-width bits/16; App. J's own β saves less (Table "
-        "3 shows both). prompt: exec, of the prompt alone.",
-    ),
-    (
-        "delta_ppl",
-        "Δppl: perplexity minus dense perplexity on the same windows, with its 95% interval; below it in percent.",
-    ),
-    (
-        "versus_null_ppl",
-        f"Δppl of null: the same counts on random tokens, against dense. vs random: the run against that null. {VERSUS_RANDOM}",
-    ),
-    (
-        "kl_nats",
-        "KL × 100: from the dense model's next-token distribution to the run's, in hundredths of a nat a scored token, with its 95% interval. Δppl "
-        "near 0: the right token is as likely as before. KL near 0: every token is.",
-    ),
-    (
-        AUDIT[0],
-        "audit: the largest change of a logit when later tokens are replaced. 0, or rounding, means no look-ahead. With coarse codes the first "
-        "line is masked execution; the second is compact execution, which magnifies rounding.",
-    ),
-    (
-        "reported_speedup_pct",
-        "The paper measured GPT-2 774M on an A100. Its numbers are shown for comparison, not as targets for another model or machine.",
-    ),
-)
+# A column, and what is said where a row has it.
+LEGEND = {
+    "executed_flops": "Saved is a decrease in percent of dense inference: 25 means a quarter less. The dense row shows what it has: operations "
+    "(G = 10⁹), milliseconds a batch.",
+    "speedup_pct": "speedup: wall clock of one batch, under continuation of its prompt as well. It is the median of rounds that alternate with "
+    f"the dense model. {NOISE} simulated: no time, because the quantization is simulated in float.",
+    "co2_saved_pct": "CO₂e: grams that CodeCarbon charges a token, saved in percent. The dense row shows micrograms a token. Without an energy "
+    "counter it is derived from time. It is ≈ 0 or ±43 where the time is, or where it is itself within that noise.",
+    "nominal_flops": "FLOPs saved has three ledgers. exec: operations that ran, signals and modules included. nominal: the dense formula on "
+    "active tokens. paper: Appendix J's formula, comparable with the paper's column only. Of KV skipping alone it counts nothing, so that claim "
+    "is judged by nominal. It charges a bit-width bits/16; App. J's own β saves less (Table 3 shows both). prompt: exec, of the prompt alone.",
+    "delta_ppl": "Δppl: perplexity minus dense perplexity on the same windows, with its 95% interval; below it in percent.",
+    "versus_null_ppl": "Δppl of null: the same counts on random tokens, against dense. vs random: the run against that null. "
+    f"{VERSUS_RANDOM}",
+    "kl_nats": "KL × 100: from the dense model's next-token distribution to the run's, in hundredths of a nat a scored token, with its 95% "
+    "interval. Δppl near 0: the right token is as likely as before. KL near 0: every token is.",
+    "audit_max_abs_logit_difference": "audit: the largest change of a logit when later tokens are replaced. 0, or rounding, means no look-ahead. With coarse codes the "
+    "first line is masked execution; the second is compact execution, which magnifies rounding.",
+    "reported_speedup_pct": "The paper measured GPT-2 774M on an A100. Its numbers are shown for comparison, not as targets for another model or "
+    "machine.",
+}
 LOOKAHEAD = "† marks results that look ahead: decisions read the tokens to be predicted (the paper's variant, lookahead=true)."
 
 
@@ -144,19 +93,15 @@ def against_dense(
     if audit is not None:
         row |= {key: getattr(audit, key.removeprefix("audit_")) for key in AUDIT}
     if record.fingerprint != dense.fingerprint:
-        row |= (
-            _quality(record, dense, null, intervals)
-            if intervals
-            else {"delta_ppl_pct": 100 * (quality.ppl / dense.quality.ppl - 1)}
-        )
+        plain = {"delta_ppl_pct": 100 * (quality.ppl / dense.quality.ppl - 1)}
+        row |= _quality(record, dense, null, intervals) if intervals else plain
     for ledger in LEDGERS:
         row |= {f"{ledger}_flops": record.flops(ledger), f"{ledger}_flops_saved_pct": record.flops_saved_pct(ledger)}
     if record.dense is not None and record.dense.kv_bytes:
         row["kv_bytes_saved_pct"] = 100 * (1 - quality.kv_bytes_resident / record.dense.kv_bytes)
     for phase in ("", "prompt_") if provenance.has_time(record) else ():
-        prompt = bool(phase)
-        own = None if latency is None else latency.timing(prompt=prompt)
-        timing = over(processes, record.fingerprint, prompt=prompt) if processes else own
+        own = None if latency is None else latency.timing(prompt=bool(phase))
+        timing = over(processes, record.fingerprint, prompt=bool(phase)) if processes else own
         if timing is not None:
             row |= {f"{phase}latency_ms": timing.run_ms.median, f"{phase}noise_floor_pct": timing.noise_floor_pct}
             # Round by round against the dense model of the same run: both were timed under the same load of the machine.
@@ -175,38 +120,39 @@ def time_saved(name: str, ratio: Quartiles) -> dict[str, float]:
 
 def check_against_dense(record: Record, dense: Record) -> None:
     """Raise what `against_dense` would, without drawing an interval."""
-    found = {name: record.found(name, result) for name, result in _MEASUREMENTS.items()}
+    _, null, *_ = (record.found(name, result) for name, result in _MEASUREMENTS.items())
     if record.fingerprint != dense.fingerprint:
-        check_pairs(record, dense)
-        if found["null"] is not None:
-            check_pairs(record, record, baseline_column="null_nll_nats")
+        stats.check_pairs(record, dense)
+        if null is not None:
+            stats.check_pairs(record, record, baseline_column="null_nll_nats")
 
 
 def _quality(record: Record, dense: Record, null: NullResult | None, intervals: bool | Literal["judged"]) -> dict[str, Any]:
     """Perplexity and KL to dense and to the null, and how the added loss lies over windows: `delta_nats` a token, `delta_nats_median` of the
     windows, and `worst5_share_pct`, what the five windows that lose most have of the sum; absent where the run loses nothing."""
-    nats, tokens, dense_nats, dense_tokens = pairs_of(record, dense)
+    nats, tokens, dense_nats, dense_tokens = stats.pairs_of(record, dense)
     added = np.sort(nats - dense_nats)
-    row: dict[str, Any] = interval("delta_ppl", paired_records(record, dense)) | {"delta_nats": float(added.sum() / tokens.sum())}
+    row: dict[str, Any] = interval("delta_ppl", stats.paired_records(record, dense))
+    row["delta_nats"] = float(added.sum() / tokens.sum())
     row["delta_nats_median"] = float(np.median(nats / tokens - dense_nats / dense_tokens))
     if added.sum() > 0:
         row["worst5_share_pct"] = 100 * float(added[-5:].sum() / added.sum())
     if intervals is True and record.quality.kl_nats is not None and "kl_nats" in record.windows:
-        kl = bootstrap(mean, record.windows["kl_nats"])
+        kl = stats.bootstrap(stats.mean, record.windows["kl_nats"])
         row |= dict(kl_nats=record.quality.kl_nats, kl_nats_low=kl.low, kl_nats_high=kl.high)
         row["top1_agreement"] = record.quality.top1_agreement
     if null is not None:
         row |= dict(null_kl_nats=null.kl_nats, null_ppl=null.ppl, null_kind=null.kind)
         if intervals is True:
-            row |= interval("null_delta_ppl", paired_records(record, dense, column="null_nll_nats"))
-        row |= interval("versus_null_ppl", paired_records(record, record, baseline_column="null_nll_nats"))
-        row["versus_null_p"] = sign_flip_p(record.windows["nll_nats"] - record.windows["null_nll_nats"])
+            row |= interval("null_delta_ppl", stats.paired_records(record, dense, column="null_nll_nats"))
+        row |= interval("versus_null_ppl", stats.paired_records(record, record, baseline_column="null_nll_nats"))
+        row["versus_null_p"] = stats.sign_flip_p(record.windows["nll_nats"] - record.windows["null_nll_nats"])
         if (seeds := null.seed_ppl) is not None:
             row |= dict(null_seeds=len(seeds), null_ppl_low=min(seeds), null_ppl_high=max(seeds))
     return row
 
 
-def interval(name: str, paired: PairedInterval) -> dict[str, float]:
+def interval(name: str, paired: stats.PairedInterval) -> dict[str, float]:
     """A difference as six numbers: in perplexity and in percent, each with the ends of its interval."""
     found = (paired.difference, paired.low, paired.high, paired.relative_pct, paired.relative_pct_low, paired.relative_pct_high)
     return dict(zip(with_interval(name), found, strict=True))
@@ -218,8 +164,6 @@ def with_interval(name: str) -> list[str]:
 
 
 # --- as a table --------------------------------------------------------------------------------------------------------------
-
-
 def described(outcome: Outcome) -> dict[str, Any]:
     """The columns that every row has: `panel`, `section`, `key`, `technique`, and `status`, why there is no record or `measured`."""
     return {name: getattr(outcome.row, name) for name in COLUMNS[:4]} | {"status": outcome.reason or MEASURED}
@@ -237,7 +181,7 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
             row |= {f"reported_{quantity}": value for quantity, value in reported()[outcome.row.reported].values.items()}
         if outcome.record is not None and outcome.dense is not None:
             model, data = outcome.record.model, outcome.record.data
-            row |= dict(model=without_folders(model.name), weights_digest=model.weights_digest[:SHORT], dtype=model.dtype)
+            row |= dict(model=tables.without_folders(model.name), weights_digest=model.weights_digest[:SHORT], dtype=model.dtype)
             row |= dict(data=data.name, token_digest=data.token_digest[:SHORT])
             row |= against_dense(outcome.record, outcome.dense, processes[outcome.row.panel])
         rows.append(row)
@@ -245,7 +189,7 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
         mine = [row for row in rows if row["panel"] == panel]
         # A record that stands in several rows is one test.
         tested = {row["record"]: row["versus_null_p"] for row in mine if "versus_null_p" in row}
-        adjusted = dict(zip(tested, false_discovery(list(tested.values())), strict=True))
+        adjusted = dict(zip(tested, stats.false_discovery(list(tested.values())), strict=True))
         for row in mine:
             if row.get("record") in adjusted:
                 row["versus_null_p_adjusted"] = adjusted[row["record"]]
@@ -284,7 +228,7 @@ def table(
 
 def legend(rows: pd.DataFrame) -> tuple[str, ...]:
     """What the columns mean."""
-    return (*(said for column, said in LEGEND if rows[column].notna().any()), *marks(rows))
+    return (*(said for column, said in LEGEND.items() if rows[column].notna().any()), *marks(rows))
 
 
 def marks(rows: pd.DataFrame) -> Iterator[str]:
@@ -319,16 +263,16 @@ def columns(*, prompt: bool) -> tuple[Column, ...]:
             for one, key, rank in ledgers
         ),
         Column(quality, "Δppl", delta_ppl_cell),
-        Column(quality, "KL × 100", KL_CELL, expendable=4),
-        Column(quality, "Δppl of null", lambda row: interval_cell(row, "null_delta_ppl"), expendable=5),
-        Column(quality, "vs random", versus_null_cell, expendable=1),
-        Column("", "audit", audit_cell, expendable=6),
+        Column(quality, "KL × 100", tables.KL_CELL, expendable=4),
+        Column(quality, "Δppl of null", lambda row: tables.interval_cell(row, "null_delta_ppl"), expendable=5),
+        Column(quality, "vs random", tables.versus_null_cell, expendable=1),
+        Column("", "audit", tables.audit_cell, expendable=6),
     )
 
 
 def technique_cell(row: Mapping[str, Any]) -> Lines:
     """What is printed of a row; below it the reason why it has no record."""
-    return (row["technique"],) if row["status"] == MEASURED else (row["technique"], row["status"])
+    return (row["technique"], *[row["status"]] * (row["status"] != MEASURED))
 
 
 def marked_technique_cell(row: Mapping[str, Any]) -> Lines:
@@ -343,13 +287,13 @@ def _emissions_cell(row: Mapping[str, Any]) -> Lines:
     saved, noise = number(row, "co2_saved_pct"), number(row, "noise_floor_pct")
     if saved is None or noise is None:
         return (NO_VALUE if saved is None else signed(saved),)
-    time = speedup_cell(row)
+    time = tables.speedup_cell(row)
     return time if time[0].startswith(("≈", "±")) else time_cell(saved, noise)
 
 
 def _speedup(phase: str = "") -> Cell:
     def others(row: Mapping[str, Any]) -> Lines:
-        return ("simulated",) if row["simulated"] is True else speedup_cell(row, f"{phase}speedup_pct")
+        return ("simulated",) if row["simulated"] is True else tables.speedup_cell(row, f"{phase}speedup_pct")
 
     return _or_dense(f"{{{phase}latency_ms:.0f}} ms", others)
 
@@ -365,7 +309,7 @@ def _or_dense(own: str, others: Cell | str) -> Cell:
     return cell
 
 
-delta_ppl_cell = _or_dense("ppl {ppl:.2f}", lambda row: interval_cell(row, "delta_ppl"))
+delta_ppl_cell = _or_dense("ppl {ppl:.2f}", lambda row: tables.interval_cell(row, "delta_ppl"))
 
 COLUMNS = [
     *("panel", "section", "key", "technique", "status"),
@@ -387,8 +331,6 @@ COLUMNS = [
 
 
 # --- one noise floor for all rows ----------------------------------------------------------------------------------------------
-
-
 FLOOR, POOLED = "noise_floor_pct", "pooled_noise_floor_pct"
 
 
@@ -435,9 +377,8 @@ def noise_note(rows: Iterable[Mapping[str, Any]], of: str) -> tuple[str, ...]:
     if not timed:
         return ()
     pooled = next(row[POOLED] for row in timed.values())
-    prompt = next(
-        (f", {row[key]:.1f}% of a prompt's" for row in timed.values() if number(row, key := f"prompt_{POOLED}") is not None), ""
-    )
+    of_prompts = (row[f"prompt_{POOLED}"] for row in timed.values() if number(row, f"prompt_{POOLED}") is not None)
+    prompt = next((f", {one:.1f}% of a prompt's" for one in of_prompts), "")
     worst = max(number(row, key) or 0.0 for row in timed.values() for key in (FLOOR, f"prompt_{FLOOR}"))
     return (
         f"Noise floor of the clock (A/A): {pooled:.1f}% of {of}{prompt}, pooled over the dense model's "
@@ -447,8 +388,6 @@ def noise_note(rows: Iterable[Mapping[str, Any]], of: str) -> tuple[str, ...]:
 
 
 # --- how far from the committed one --------------------------------------------------------------------------------------------
-
-
 _SAME = ("model", "weights_digest", "dtype", "data", "token_digest", "windows", "tokens", "execution")
 # Names of quantities that belong to the machine and the moment.
 _OF_THE_MACHINE = ("_ms", "_j", "speedup", "latency", "seconds", "gco2", "noise_floor", "load_average", "memory_bytes", "record")
@@ -482,7 +421,7 @@ def distance(made: pd.DataFrame, reference: Committed | None, name: str) -> str:
     if reference is None:
         return f"There is no committed {name} to compare with."
     # As text and back, because that is how the committed one was kept.
-    here, there = pd.read_csv(io.StringIO(csv(made))), reference.frame
+    here, there = pd.read_csv(io.StringIO(tables.csv(made))), reference.frame
     against = f"Against {reference.origin}: "
     if list(here.columns) != list(there.columns):
         return f"{against}not comparable, other rows or columns."
@@ -498,9 +437,8 @@ def distance(made: pd.DataFrame, reference: Committed | None, name: str) -> str:
     for column in (column for column in here if not any(word in str(column) for word in _OF_THE_MACHINE)):
         ours, theirs = here[column], there[column]
         numbers = column not in _SAME and all(map(pd.api.types.is_numeric_dtype, (ours, theirs)))
-        unlike = (
-            ours.isna() != theirs.isna() if numbers else (ours.astype(str) != theirs.astype(str)) & ~(ours.isna() & theirs.isna())
-        )
+        other_words = (ours.astype(str) != theirs.astype(str)) & ~(ours.isna() & theirs.isna())
+        unlike = ours.isna() != theirs.isna() if numbers else other_words
         if len(other := unlike.to_numpy().nonzero()[0]):
             row = other[0]
             return f"{against}not comparable, {column} is {ours.iloc[row]} here and {theirs.iloc[row]} there (row {here.index[row]})."

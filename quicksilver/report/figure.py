@@ -148,10 +148,9 @@ class Figure:
         below: dict[str, Any] = dict(va="top", ha="left", size=LETTERS, color="#333333", linespacing=1.3)
         bold: dict[str, Any] = dict(weight="bold", size=10)
         for text in self.drawing.findobj(Text):
-            if text.get_visible() and text.get_text().strip() and float(text.get_fontsize()) < LETTERS:
-                raise ConfigError(
-                    f"{self.name}: {text.get_text()!r} has {text.get_fontsize():g} points, and {LETTERS:g} are the least."
-                )
+            said, points = text.get_text(), float(text.get_fontsize())
+            if text.get_visible() and said.strip() and points < LETTERS:
+                raise ConfigError(f"{self.name}: {said!r} has {points:g} points, and {LETTERS:g} are the least.")
         above, texts = 0.08, list[Text]()
         for head, look in ((self.title, {"size": LETTERS} if self.finding else bold), (self.finding, bold)):
             folded = textwrap.wrap(head, int(inches * (_CHARACTERS_AN_INCH if "weight" not in look else _BOLD_AN_INCH)))
@@ -269,8 +268,6 @@ def percent_of_shares(shares: Any) -> np.ndarray:
 
 
 # --- names that cover nothing, and heatmaps whose numbers can be read ----------------------------------------------------------
-
-
 _STROKE_STEP = 4.0  # pixels
 _NAMES_APART = 0.062  # at least, as a share of the height of the axes
 

@@ -21,18 +21,13 @@ def notes(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
     records = [outcome.record for outcome in outcomes if outcome.record is not None]
     if not records:
         return ("No record: nothing was measured.",)
-    lines = [
-        f"Model: {_each(records, _model)}.",
-        f"Text: {_each(records, _data)}.",
-        f"Protocol: {_each(records, _protocol)}; execution: {_each(records, lambda record: record.execution)}.",
-        f"Machine: {_each(records, partial(_machine, timed=not (processes := timings(outcomes))))}.",
-    ]
+    lines = [f"Model: {_each(records, _model)}.", f"Text: {_each(records, _data)}."]
+    lines.append(f"Protocol: {_each(records, _protocol)}; execution: {_each(records, lambda record: record.execution)}.")
+    lines.append(f"Machine: {_each(records, partial(_machine, timed=not (processes := timings(outcomes))))}.")
     if counted := [found for record in records if (found := record.found("emissions", EmissionsResult)) is not None]:
-        lines.append(
-            f"CO₂e by CodeCarbon: {_each(counted, lambda one: f'{one.method}; {one.grid_kg_per_kwh:.3g} kg/kWh, {one.grid}')}."
-        )
-    if tuned := _tuned(records):
-        lines.append(tuned)
+        said = _each(counted, lambda one: f"{one.method}; {one.grid_kg_per_kwh:.3g} kg/kWh, {one.grid}")
+        lines.append(f"CO₂e by CodeCarbon: {said}.")
+    lines += filter(None, [_tuned(records)])
     if kernels := dict.fromkeys(how for record in records for how in record.kernels.values()):
         lines.append(f"Quantised tokens: {' / '.join(kernels)}.")
         if any(record.simulated for record in records):
@@ -47,16 +42,13 @@ def notes(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
             f"{processes[-1].machine}. Energy is of the runs themselves."
         )
     lines.append(f"Seed: {seeds}; intervals: 95%, bootstrap of the difference, paired by window{timed}.")
-    if confirmed := confirmation(records):
-        lines.append(confirmed)
+    lines += filter(None, [confirmation(records)])
     if warnings := timing_warnings(records):
-        lines.append(
-            f"Times are uncertain: {'; '.join(warnings)}. On a quiet machine `quicksilver time` takes them again, in several processes."
-        )
+        again = "On a quiet machine `quicksilver time` takes them again, in several processes."
+        lines.append(f"Times are uncertain: {'; '.join(warnings)}. {again}")
     names: dict[str, list[str]] = {}  # `halting 0a1b2c3d4e5f`; rows that share a record share a name
-    for outcome in outcomes:
-        if outcome.record is not None:
-            names.setdefault(outcome.record.fingerprint[:SHORT], []).append(outcome.row.key)
+    for record, key in ((one.record, one.row.key) for one in outcomes if one.record is not None):
+        names.setdefault(record.fingerprint[:SHORT], []).append(key)
     named = ", ".join(f"{' = '.join(keys)} {fingerprint}" for fingerprint, keys in names.items())
     return (*map(without_folders, lines), f"Records: {named}.")
 
@@ -115,9 +107,8 @@ def confirmation(records: Sequence[Record]) -> str | None:
         f"{len(found)} run{'s' * (len(found) > 1)} scored {windows} windows again: at most {apart:.1g} nats a token from the repository's record."
     ]
     if others := len(found) - taken:
-        said.append(
-            f"{others} differ by more than their number format leaves, or have another kernel, and were measured here as a whole."
-        )
+        why = "differ by more than their number format leaves, or have another kernel"
+        said.append(f"{others} {why}, and were measured here as a whole.")
     if taken:
         timed = any(record.found("latency", LatencyResult) for record in records)
         said.append(f"{taken} agree{'s' * (taken == 1)} within the rounding of {formats}, so the quality is the repository's.")
@@ -140,8 +131,7 @@ def _each(records: Sequence[Any], describe: Any) -> str:
 
 
 def _model(record: Record) -> str:
-    model = record.model
-    size = f"{model.parameters / 1e6:.1f} M parameters"
+    model, size = record.model, f"{record.model.parameters / 1e6:.1f} M parameters"
     return f"{without_folders(model.name)} ({size}, {model.dtype}, weights {model.weights_digest[:SHORT]})"
 
 
@@ -154,11 +144,9 @@ def _data(record: Record) -> str:
 
 
 def _protocol(record: Record) -> str:
-    protocol = record.protocol
+    protocol, detail = record.protocol, "every position but the first scored, teacher-forced"
     if protocol.name == "continuation":
         detail = f"prompt of {protocol.prompt_tokens}, then {protocol.window_tokens - protocol.prompt_tokens} scored"
-    else:
-        detail = "every position but the first scored, teacher-forced"
     return f"{protocol.name} ({detail}; batch {protocol.batch_size})"
 
 

@@ -50,10 +50,8 @@ def base_config(overrides: Sequence[str]) -> RunConfig:
     for override in overrides:
         key = override.lstrip("+~").split("=")[0]
         if key in ("protocol", "protocol.name") or key.split(".")[0] == "modules":
-            raise ConfigError(
-                f"{override}: a table or figure sets protocol and modules itself. "
-                f"To vary them: quicksilver run {shlex.quote(override)} …"
-            )
+            vary = f"To vary them: quicksilver run {shlex.quote(override)} …"
+            raise ConfigError(f"{override}: a table or figure sets protocol and modules itself. {vary}")
     base = compose(list(overrides))
     if base.dataset.windows is not None and base.dataset.windows < MIN_WINDOWS:
         raise ConfigError(f"dataset.windows={base.dataset.windows}: intervals need at least {MIN_WINDOWS} windows.")
@@ -156,11 +154,9 @@ def name_of(name: str, base: RunConfig, overrides: Sequence[str]) -> str:
         return f"{name}-{variant.name}"
     default = compose([])
     more = sorted(override for override in given if override.split("=")[0] not in ("model", "dataset"))
-    parts = [name]
-    if more or (base.model.name, base.dataset.name) != (default.model.name, default.dataset.name):
-        parts += [base.model.name, base.dataset.name]
-    if more:
-        parts.append(hashlib.sha256("\n".join(more).encode()).hexdigest()[:6])
+    of = (base.model.name, base.dataset.name)
+    parts = [name, *of] if more or of != (default.model.name, default.dataset.name) else [name]
+    parts += [hashlib.sha256("\n".join(more).encode()).hexdigest()[:6]] if more else []
     return re.sub(r"[^\w.-]", "_", "-".join(parts))  # a model's name may be a path
 
 
@@ -170,7 +166,6 @@ def command_of(artefact: Artefact, overrides: Sequence[str]) -> str:
 
 
 # --- other models and texts -------------------------------------------------------------------------------------------------------
-
 DEFAULT = "far-gpt2 · python-source"
 
 
@@ -188,38 +183,34 @@ class Variant(NamedTuple):
     overrides: tuple[str, ...]
 
 
-VARIANTS = (
-    # Models that use little of their context.
-    Variant("reference-gpt2-python-docs", "reference-gpt2 · python-docs", ("model=reference-gpt2", "dataset=python-docs")),
-    Variant("reference-llama-python-docs", "reference-llama · python-docs", ("model=reference-llama", "dataset=python-docs")),
-    Variant(
-        "reference-gpt2-wikitext103",
-        "reference-gpt2 · WikiText-103",
-        ("model=reference-gpt2", "dataset=wikitext103", "dataset.windows=32"),
-    ),
-    # With the power that the first command has no time for. More windows change no time.
-    Variant(
-        "128-windows",
-        f"{DEFAULT}, 3 random draws, 128 windows instead of 32, nothing timed",
+VARIANTS = tuple(
+    Variant(name, title, tuple(words.split()))
+    for name, title, words in (
+        # Models that use little of their context.
+        ("reference-gpt2-python-docs", "reference-gpt2 · python-docs", "model=reference-gpt2 dataset=python-docs"),
+        ("reference-llama-python-docs", "reference-llama · python-docs", "model=reference-llama dataset=python-docs"),
         (
-            "dataset.windows=128",
-            "measure.null_control.seeds=3",
-            "measure.latency.enabled=false",
-            "measure.emissions.enabled=false",
+            "reference-gpt2-wikitext103",
+            "reference-gpt2 · WikiText-103",
+            "model=reference-gpt2 dataset=wikitext103 dataset.windows=32",
         ),
-    ),
+        # With the power that the first command has no time for. More windows change no time.
+        (
+            *("128-windows", f"{DEFAULT}, 3 random draws, 128 windows instead of 32, nothing timed"),
+            "dataset.windows=128 measure.null_control.seeds=3 measure.latency.enabled=false measure.emissions.enabled=false",
+        ),
+    )
 )
 
 
 # Not repeated, and why: pictures of single runs and tokens, whose traces and arrays would fill the repository; scores of models that were
 # fine-tuned for the tasks they are scored on, which no other model can do.
+_PICTURES = "figure02 figure05_17 figure09 figure10 figure11 figure12 figure13 figure14 figure19 figure20 figure21 figure22"
 _ONE_RUN = "shows one run token by token: one selection is enough here, the command draws it of any other"
 _TASKS = "needs models fine-tuned for tasks; others answer at random"
-LEFT_OUT = dict.fromkeys(
-    [f"figure{number}" for number in ("02", "05_17", "09", "10", "11", "12", "13", "14", "19", "20", "21", "22")]
-    + ["figure_word_signals"],
-    _ONE_RUN,
-) | dict.fromkeys(["table04", "figure03_18"], _TASKS)
+LEFT_OUT = dict.fromkeys([*_PICTURES.split(), "figure_word_signals"], _ONE_RUN) | dict.fromkeys(
+    ["table04", "figure03_18"], _TASKS
+)
 
 
 def selected_by(overrides: Sequence[str]) -> Variant | None:
@@ -262,11 +253,8 @@ def variants_page(
         commands: what makes each.
     """
     ledgers = ["[ledger](claims.md)", *(f"[ledger](claims-{one.name}.md)" for one in there)]
-    rows = [
-        ["", DEFAULT, *(one.title for one in there)],
-        [":--"] * (2 + len(there)),
-        ["claims of the paper, with verdicts", *ledgers],
-    ]
+    rows = [["", DEFAULT, *(one.title for one in there)], [":--"] * (2 + len(there))]
+    rows.append(["claims of the paper, with verdicts", *ledgers])
     for artefact in next(iter(there.values())):
         title = f"{artefact.kind} {artefact.number}: {artefact.title}".replace("|", "\\|")
         suffix = "md" if artefact.kind == "table" else "png"
@@ -284,18 +272,14 @@ def variants_page(
         for artefact, why in missing.items():
             if why:
                 reasons.setdefault(why, []).append(f"{artefact.kind} {artefact.number}")
-        parts += [
-            f"## Not there for {variant.title}",
-            "\n".join(f"- {', '.join(those)}: {why}" for why, those in reasons.items()),
-        ]
+        listed = "\n".join(f"- {', '.join(those)}: {why}" for why, those in reasons.items())
+        parts += [f"## Not there for {variant.title}", listed]
         made = next((commands[variant][one] for one, why in missing.items() if why is None), None)
         parts += [f"Made by `{made}`, and so on."] if made else []
     return "\n\n".join(parts) + "\n"
 
 
 # --- README.md --------------------------------------------------------------------------------------------------------------------
-
-
 def fill_readme(readme: Path, results: Path) -> str:
     """Put every written table or figure between its markers `<!-- NAME:begin -->` and `<!-- NAME:end -->`; says what was done.
 

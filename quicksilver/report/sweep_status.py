@@ -7,6 +7,7 @@ import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +63,11 @@ class Board:
         return rows
 
     def _row(self, state: RunState) -> dict[str, Any]:
-        failure = state.failure
-        row = {
-            "number": state.run.number,
-            "state": state.state,
-            "fingerprint": state.run.fingerprint,
-            "error": failure.get("error"),
-        }
-        row["settings"] = dict(text.partition("=")[::2] for text in state.run.differing)
-        row["where"], row["left_s"] = shared(state.making) if state.making else (failure.get("host"), 0.0)
-        row["since"] = state.making[0][0].since if state.making else failure.get("time")
-        return row
+        run, failure, making = state.run, state.failure, state.making
+        row = {"number": run.number, "state": state.state, "fingerprint": run.fingerprint, "error": failure.get("error")}
+        row["settings"] = dict(text.partition("=")[::2] for text in run.differing)
+        row["where"], row["left_s"] = shared(making) if making else (failure.get("host"), 0.0)
+        return row | {"since": making[0][0].since if making else failure.get("time")}
 
     def _numbers(self, folder: Path | None) -> dict[str, Any]:
         """Those of the record in that folder; of one that cannot be read, its `error`."""
@@ -121,9 +116,8 @@ class Board:
         if later := sum(LATER in row for row in rows):
             said.append(f"{later} rows have no interval yet: each further look computes {MOST_INTERVALS}.")
         for line in lines:
-            cells = (
-                text.ljust(to) if at < words else text.rjust(to) for at, (text, to) in enumerate(zip(line, wide, strict=False))
-            )
+            placed = enumerate(zip(line, wide, strict=False))
+            cells = (text.ljust(to) if at < words else text.rjust(to) for at, (text, to) in placed)
             last = textwrap.wrap(line[-1], max(20, (width or 200) - left)) or [""]
             said.append("  ".join((*cells, last[0])).rstrip())
             said += [" " * left + more for more in last[1:]]
@@ -151,31 +145,24 @@ class Board:
 
     def html(self) -> str:
         """The page: it loads nothing, and looks for its newer self every few seconds as long as there is something to come."""
-        rows, loader = self.rows(), jinja2.PackageLoader("quicksilver.report.site")
-        page = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template("sweep.html")
+        rows, now = self.rows(), datetime.now(UTC)
         counts = {state: count for state in STATES if (count := sum(row["state"] == state for row in rows))}
-        shown: dict[str, Any] = {"rows": rows, "counts": counts, "headline": self.headline(rows), "numbers": _NUMBERS}
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        shown |= {
-            "site": (self.sweep.store.root / "report/index.html").is_file(),
-            "pages": {row["number"]: self._page(row) for row in rows},
-        }
-        return page.render(
-            sweep=self.sweep.manifest,
-            cell=cell,
-            ticks=_ticks,
-            about=_about,
-            now=now,
-            points=_points(rows),
-            notes=_notes(rows),
-            **shown,
-        )
+        shown: dict[str, Any] = dict(sweep=self.sweep.manifest, rows=rows, counts=counts, headline=self.headline(rows))
+        shown |= dict(site=(self.sweep.store.root / "report/index.html").is_file(), now=now.isoformat(timespec="seconds"))
+        shown |= dict(pages={row["number"]: self._page(row) for row in rows}, points=_points(rows), notes=_notes(rows))
+        return _template().render(numbers=_NUMBERS, cell=cell, ticks=_ticks, about=_about, **shown)
 
     def _page(self, row: Mapping[str, Any]) -> str | None:
         """Where the sweep's page leads from a run: to its page in the report, else to its record; None: there is neither."""
         places = (f"report/runs/{row['fingerprint']}.html", f"runs/{row['fingerprint']}/record.json")
         found = next((place for place in places if (self.sweep.store.root / place).is_file()), None)
         return f"../../{found}" if found and row["state"] == "done" else None
+
+
+@cache
+def _template() -> jinja2.Template:
+    loader = jinja2.PackageLoader("quicksilver.report.site")
+    return jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template("sweep.html")
 
 
 def status(results_dir: Path | str) -> str:
@@ -236,18 +223,14 @@ def _notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Which runs also act on scored tokens; and a line for each group of runs that found the same to the last digit."""
     acting = [str(row["number"]) for row in rows if row.get("acts_on_scored")]
     which = f"Run {acting[0]} acts" if len(acting) == 1 else f"Runs {', '.join(acting)} act"
-    said = (
-        [f"{which} on scored tokens too: perplexity pays for both. `quicksilver show` names an option against it."]
-        if acting
-        else []
-    )
+    said = [f"{which} on scored tokens too: perplexity pays for both. `quicksilver show` names an option against it."]
     found: dict[tuple[float, ...], list[str]] = {}
     for row in rows:
         if "kl_nats" in row:
             measured = tuple(row.get(key, math.nan) for key in ("ppl", "kl_nats", "executed_flops_saved_pct"))
             found.setdefault(measured, []).append(str(row["number"]))
     same = [", ".join(runs) for runs in found.values() if len(runs) > 1]
-    return [*said, *(f"Runs {runs} found the same: what differs between them changed nothing." for runs in same)]
+    return [*said * bool(acting), *(f"Runs {runs} found the same: what differs between them changed nothing." for runs in same)]
 
 
 def _points(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

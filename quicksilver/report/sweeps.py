@@ -23,7 +23,7 @@ from quicksilver.report.claims.ledger import saved_pct as paired_saved_pct
 from quicksilver.report.claims.reported import Estimate
 from quicksilver.report.comparison import interval
 from quicksilver.report.figure import GREY, MARKERS, PALETTE, Figure, label_points, panels, style, whiskers
-from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, interval_cell, versus_null_cell
+from quicksilver.report.table import NO_VALUE, Cell, Column, Lines, Panel, Table, interval_cell, versus_null_cell
 
 if TYPE_CHECKING:
     from quicksilver.runs.dials import Fit
@@ -102,10 +102,8 @@ def frame(outcomes: Sequence[Outcome], sweeps: Sequence[Sweep]) -> pd.DataFrame:
     settings = [{} if outcome.row.section else _settings(outcome.row) for outcome in outcomes]
     for place, key in enumerate(axes, start=rows.columns.get_loc("technique") + 1):
         rows.insert(place, key, [found.get(key) for found in settings])
-    for ledger in _PROMPT_LEDGERS:
-        rows[f"prompt_{ledger}_flops_saved_pct"] = [
-            one.record.flops_saved_pct(f"prompt_{ledger}") if one.record is not None else None for one in outcomes
-        ]
+    for key in _PROMPT_LEDGERS:
+        rows[f"prompt_{key}_flops_saved_pct"] = [one.record and one.record.flops_saved_pct(f"prompt_{key}") for one in outcomes]
     if any(sweep.base for sweep in sweeps):
         against: list[dict[str, float]] = []
         for one in outcomes:
@@ -160,8 +158,8 @@ def table(
 def panel(sweep: Sweep, outcomes: Sequence[Outcome], columns: Sequence[Column], title: str | None = None) -> Panel:
     """A sweep with these columns; below it the command that makes its records, and how they were made."""
     notes = provenance.notes([outcome for outcome in outcomes if outcome.row.panel == sweep.experiment])
-    command = f"Made by: quicksilver run -m experiment={sweep.experiment}"
-    return Panel(sweep.experiment, title or sweep.title, tuple(columns), (command, *notes))
+    made_by = f"Made by: quicksilver run -m experiment={sweep.experiment}"
+    return Panel(sweep.experiment, title or sweep.title, tuple(columns), (made_by, *notes))
 
 
 def columns(sweep: Sweep) -> tuple[Column, ...]:
@@ -189,7 +187,7 @@ def _short(override: str) -> str:
     return f"{key.rpartition('.')[2]}{equals}{value}"
 
 
-def _setting(key: str, *, first: bool) -> Callable[[Mapping[str, Any]], Lines]:
+def _setting(key: str, *, first: bool) -> Cell:
     """The value of one axis; a row beside the sweep has its name instead, and a row without a record the reason below."""
 
     def cell(row: Mapping[str, Any]) -> Lines:
@@ -217,10 +215,8 @@ def answers(sweep: Sweep, key: str, claim: str, flops: str | None = None) -> dic
         paired = paired_records(ours, base)
         return Estimate(paired.relative_pct, paired.relative_pct_low, paired.relative_pct_high)
 
-    found = {f"{claim}.delta_ppl": between(added)}
-    if flops is not None:
-        found[f"{claim}.flops_saved_pct"] = between(lambda ours, base: paired_saved_pct(ours, base, flops))
-    return found
+    saved = {} if flops is None else {f"{claim}.flops_saved_pct": between(lambda ours, base: paired_saved_pct(ours, base, flops))}
+    return {f"{claim}.delta_ppl": between(added), **saved}
 
 
 def figure(outcomes: Sequence[Outcome], name: str, title: str, sweeps: Sequence[Sweep]) -> Figure:
@@ -231,11 +227,8 @@ def figure(outcomes: Sequence[Outcome], name: str, title: str, sweeps: Sequence[
         drawing, plots = panels(lines, _PLOTS_A_LINE, size=(2.9 * _PLOTS_A_LINE, 2.7 * lines))
         for plot in plots.flat[len(sweeps) :]:
             plot.remove()
-        labels = {
-            plot: draw_front(plot, rows[rows["panel"] == sweep.experiment], sweep)
-            for plot, sweep in zip(plots.flat, sweeps, strict=False)
-        }
-        label_points(drawing, labels)
+        placed = [(plot, sweep, rows[rows["panel"] == sweep.experiment]) for plot, sweep in zip(plots.flat, sweeps, strict=False)]
+        label_points(drawing, {plot: draw_front(plot, mine, sweep) for plot, sweep, mine in placed})
     said = (
         "Each picture varies the options in its title; a point is one run, its label the value of the last of them. Up: perplexity added, with "
         "95% intervals paired by window; right: what is saved. Broken line: the front, the runs that no other beats in both."
@@ -286,8 +279,6 @@ def draw_front(plot: Any, rows: pd.DataFrame, sweep: Sweep) -> list[tuple[float,
 
 
 # --- budgets -------------------------------------------------------------------------------------------------------------------
-
-
 BUDGET_LEGEND = (
     "asked, reached: percent of dense FLOPs saved, or of perplexity added. The dial was set on calibration data alone "
     "and did not change afterwards. Thresholds given as percentiles keep the numbers that they had on that text.",
@@ -329,6 +320,10 @@ def budget_table(fits: Sequence[tuple[Fit, Mapping[str, tuple[Record, Record]]]]
     return Table(name, title, rows, tuple(panels), (*BUDGET_LEGEND, *comparison.marks(rows)))
 
 
+def _in_percent(name: str) -> Cell:
+    return lambda row: interval_cell(row, name)[1:] or (NO_VALUE,)
+
+
 BUDGET_COLUMNS = (
     Column("", "text", "{technique}", align="left"),
     Column("", "setting", lambda row: tuple(re.split(r", (?=\w+=)", str(row["dial"]))), align="left"),
@@ -339,12 +334,7 @@ BUDGET_COLUMNS = (
     Column("saved, % of dense FLOPs", "prompt", "{prompt_executed_flops_saved_pct:+.1f}", expendable=2),
     Column("saved, % of dense FLOPs", "paper", "{paper_flops_saved_pct:+.1f}", expendable=3),
     Column("", "KL × 100", "{kl_nats:100*.2f}"),
-    Column("perplexity against dense", "Δ, %", lambda row: interval_cell(row, "delta_ppl")[1:] or (NO_VALUE,)),
-    Column(
-        "perplexity against dense",
-        "Δ of null, %",
-        lambda row: interval_cell(row, "null_delta_ppl")[1:] or (NO_VALUE,),
-        expendable=4,
-    ),
+    Column("perplexity against dense", "Δ, %", _in_percent("delta_ppl")),
+    Column("perplexity against dense", "Δ of null, %", _in_percent("null_delta_ppl"), expendable=4),
     Column("perplexity against dense", "vs random", versus_null_cell, expendable=1),
 )

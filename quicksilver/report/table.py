@@ -120,8 +120,6 @@ class Table:
 
 
 # --- what is written, as data -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Heading:
     """A `Column` as data."""
@@ -213,9 +211,8 @@ _dump_line = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=("
 
 
 def _dump(value: Any) -> str:
-    if isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple | dict):
-        return "[\n" + ",\n".join(map(_dump_line, value)) + "\n]"
-    return _dump_line(value)
+    rows = isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple | dict)
+    return "[\n" + ",\n".join(map(_dump_line, value)) + "\n]" if rows else _dump_line(value)
 
 
 def written_of(kind: Literal["table", "figure"], made: Any, rows: tuple[tuple[Value, ...], ...], **more: Any) -> Written:
@@ -281,8 +278,6 @@ def named_records(frame: pd.DataFrame) -> Iterator[str]:
 
 
 # --- as Markdown ------------------------------------------------------------------------------------------------------------------
-
-
 def markdown(written: Written, level: int = 2) -> str:
     """A table as GitHub-flavoured Markdown, its title a heading of `level`; lines of a cell are joined by `<br>`, sections are rows in bold."""
     parts = [f"{'#' * level} {_escaped(written.title)}"]
@@ -311,7 +306,6 @@ def _escaped(text: str) -> str:
 
 
 # --- in a terminal ----------------------------------------------------------------------------------------------------------------
-
 _GAP = "  "
 
 
@@ -380,7 +374,6 @@ def without_folders(entry: Any) -> Any:
 
 
 # --- as LaTeX ---------------------------------------------------------------------------------------------------------------------
-
 _TEX = str.maketrans(
     {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "|": r"\textbar{}", "–": "--", "—": "---"}
     | {"<": r"\textless{}", ">": r"\textgreater{}", "Δ": r"$\Delta$", "†": r"$\dagger$", "±": r"$\pm$", "×": r"$\times$"}
@@ -422,7 +415,6 @@ def _latex(table: Written, panel: PrintedPanel) -> str:
 
 
 # --- cells: signs, intervals, and what cannot be told from noise ------------------------------------------------------------------
-
 NO_VALUE = "-"
 FALSE_DISCOVERIES = 0.05  # among the verdicts of a table
 ENDS = ("", "_low", "_high")  # behind a column's name: the value, and its 95% interval

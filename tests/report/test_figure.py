@@ -13,21 +13,8 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 from PIL import Image
 
-from quicksilver.report.figure import (
-    DASHES,
-    HATCHES,
-    MARKERS,
-    PALETTE,
-    Figure,
-    heat_look,
-    label_ends,
-    label_points,
-    panels,
-    percent_of_shares,
-    style,
-    whiskers,
-    write_cells,
-)
+from quicksilver.report import figure as drawn
+from quicksilver.report.figure import PALETTE, Figure, label_ends, label_points, panels, style, whiskers, write_cells
 from quicksilver.report.table import COLOUR_MAP, csv
 from quicksilver.runtime.errors import ConfigError
 
@@ -39,15 +26,8 @@ def figure(caption: tuple[str, ...] = ("Model: m.", "Records: r."), extras: dict
         axes[0, 0].plot(frame["layer"], frame["share"], label="a")
         axes[0, 0].set_xlabel("layer")
         axes[0, 0].legend()
-        axes[0, 1].bar(frame["layer"], frame["share"], hatch=HATCHES[1])
+        axes[0, 1].bar(frame["layer"], frame["share"], hatch=drawn.HATCHES[1])
     return Figure("figure04", "A title", frame, drawing, caption, extras or {})
-
-
-def test_a_picture_with_a_colour_map_says_so():
-    drawn = figure()
-    assert COLOUR_MAP.encode() not in drawn.png()
-    drawn.drawing.axes[0].imshow([[0.0, 1.0]])
-    assert COLOUR_MAP.encode() in drawn.png()[:2000]
 
 
 def test_the_same_data_gives_the_same_bytes(tmp_path):
@@ -125,8 +105,9 @@ def test_a_picture_with_a_colour_map_can_be_read_on_white_and_on_dark_pages():
         drawing.colorbar(image, ax=axes[0, 0])
         axes[0, 1].plot([0, 1], color=PALETTE[0], label="a line")
         axes[0, 1].legend()
-    made = Figure("x", "t", pd.DataFrame(), drawing, ())
-    picture = made.png()
+    picture = Figure("x", "t", pd.DataFrame(), drawing, ()).png()
+    assert COLOUR_MAP.encode() in picture[:2000]
+    assert COLOUR_MAP.encode() not in figure().png()
     light, dark = (on_page(picture, colour) for colour in ("white", "black"))
     assert (light[0, 0].tolist(), dark[0, 0].tolist()) == ([255] * 3, [0] * 3)  # no ground
     assert [one.get_color() for one in axes[0, 0].texts] == ["black", "white"]  # by their cells
@@ -151,7 +132,7 @@ def test_a_pale_area_keeps_its_colour_beside_many_others():
 def test_the_palette_can_be_read_in_grey():
     grey = [np.dot(to_rgb(colour), (0.2126, 0.7152, 0.0722)) for colour in PALETTE]
     assert grey == sorted(grey)
-    assert len(PALETTE) == len(set(MARKERS)) == len(set(map(str, DASHES))) == len(set(HATCHES))
+    assert len(PALETTE) == len(set(drawn.MARKERS)) == len(set(map(str, drawn.DASHES))) == len(set(drawn.HATCHES))
 
 
 def test_an_error_bar_is_never_of_negative_length_and_a_share_never_outside_of_its_range():
@@ -161,7 +142,7 @@ def test_an_error_bar_is_never_of_negative_length_and_a_share_never_outside_of_i
     with style():
         _, axes = panels()
         axes[0, 0].errorbar([0], [2.0], yerr=whiskers(2.0, 2.1, 2.5))  # matplotlib refuses what is negative
-    assert percent_of_shares([-0.1, 0.25, 1.2]).tolist() == [0.0, 25.0, 100.0]
+    assert drawn.percent_of_shares([-0.1, 0.25, 1.2]).tolist() == [0.0, 25.0, 100.0]
 
 
 # --- names that cover nothing ---------------------------------------------------------------------------------------------------
@@ -223,9 +204,9 @@ def test_a_leader_ends_at_the_near_side_of_its_name():
 
 def test_a_heatmap_has_white_at_zero_and_numbers_that_can_be_read():
     values = np.array([[-9.0, 0.0, 9.0]])
-    look = heat_look(values)
+    look = drawn.heat_look(values)
     assert (look["norm"](0.0), look["norm"].vmin, look["norm"].vmax) == (0.5, -9, 9)
-    positive = heat_look(np.array([1.0, np.nan, 3.0]), signed=False)
+    positive = drawn.heat_look(np.array([1.0, np.nan, 3.0]), signed=False)
     assert positive["cmap"] != look["cmap"]
     assert (positive["norm"].vmin, positive["norm"].vmax) == (1, 3)
     with style():

@@ -34,9 +34,7 @@ FIGURES = ("factorial", "sweeps", "quantization_grid")
 RUNS = {(kind, name): find(kind, name) for kind, names in (("table", TABLES), ("figure", FIGURES)) for name in names}
 
 
-@cache
-def composed(words: tuple[str, ...]) -> RunConfig:
-    return config.compose(words)  # a fifth of a second, and every row is asked for more than once
+composed = cache(config.compose)  # a fifth of a second, and every row is asked for more than once
 
 
 def compose(words: Sequence[str]) -> RunConfig:
@@ -87,8 +85,8 @@ def test_every_row_is_a_run_of_its_own_and_one_that_may_run(name):
 
 def test_the_words_of_a_person_win_over_those_of_an_experiment():
     (row, *_) = RUNS["table", "options"].experiment.rows()
-    assert compose(row.overrides).dataset.windows == 16
-    assert compose(["dataset.windows=9", "seed=3", *row.overrides]).dataset.windows == 9
+    windows = [compose([*words, *row.overrides]).dataset.windows for words in ([], ["dataset.windows=9", "seed=3"])]
+    assert windows == [16, 9]
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -110,9 +108,8 @@ def test_the_grid_is_that_of_the_paper():
 def test_the_factorial_combines_what_stands_alone_in_table_11():
     rows = {row.key: compose(row.overrides).modules for row in factorial.rows() if row.key not in factorial.BESIDE}
     assert set(rows) == {chosen or "dense" for chosen in factorial.SETS}
-    alone = {
-        row.key: compose(row.overrides).modules for row in find("table", "11").experiment.rows() if row.panel == "continuation"
-    }
+    members = [row for row in find("table", "11").experiment.rows() if row.panel == "continuation"]
+    alone = {row.key: compose(row.overrides).modules for row in members}
     for letter, (_, claim, _) in factorial.FACTORS.items():
         assert rows[letter] == alone[f"isolated.{claim}"]
     for key, modules in rows.items():
@@ -221,8 +218,7 @@ def test_stability_is_that_of_the_worst_combination(made):
 def test_a_printed_table_fits_and_names_what_it_is_of(made, name):
     there, table = made("table", name)
     text = table.text()
-    wide = [line for line in text.splitlines() if len(line) > 150]
-    assert wide == []
+    assert max(map(len, text.splitlines())) <= 150
     assert {panel.key for panel in table.panels} >= {one.row.panel for one in there}
     assert "calibrating part" in text or name in ("options", "factorial")
     for panel in {one.row.panel for one in there}:
@@ -286,9 +282,8 @@ def test_the_shares_of_widths_are_those_of_the_trace(tmp_path):
     )  # fmt: skip
     fakes.make(tmp_path, "dense all")
     assert strategies.shares(fakes.make(tmp_path, "no widths", per_token=0.1)) == {}
-    record = fakes.make(
-        tmp_path, "run", per_token=0.1, saved=0.2, config=CONFIG, files={"trace.safetensors": Trace(layers, [one]).save}
-    )
+    files = {"trace.safetensors": Trace(layers, [one]).save}
+    record = fakes.make(tmp_path, "run", per_token=0.1, saved=0.2, config=CONFIG, files=files)
     # With bits/16 the mean charge is 3/8, with App. J's own β it is 3/4.
     assert strategies.app_j_factor(record) == pytest.approx(0.25 / 0.625)
     row = Row("all", "", "run", "", ())
@@ -300,19 +295,18 @@ def test_the_shares_of_widths_are_those_of_the_trace(tmp_path):
 
 
 def test_tables_3_and_10_print_reported_beside_measured(tmp_path):
-    def config(row: Row) -> dict:
-        return {**CONFIG, "modules": compose(row.overrides).modules}
+    def config(*overrides: str) -> dict:
+        return {**CONFIG, "modules": compose(overrides).modules}
 
+    own = {panel: fakes.make(tmp_path, f"dense {panel}", panel, config=config("modules=[]")) for panel in strategies.PANELS}
     for number in ("3", "10"):
         artefact, found = find("table", number), []
         for row in artefact.experiment.rows():
-            dense = Store(tmp_path).get(fakes.fingerprint(f"dense {row.panel}")) or fakes.make(
-                tmp_path, f"dense {row.panel}", row.panel, config=config(Row(row.panel, "", "", "", ("modules=[]",)))
-            )
-            record = dense
+            record = dense = own[row.panel]
             if row.key != "baseline":
                 name, null = f"{number} {row.panel} {row.key}", 0.02
-                record = fakes.make(tmp_path, name, row.panel, per_token=0.03, null_per_token=null, saved=0.2, config=config(row))
+                changes = {"per_token": 0.03, "null_per_token": null, "saved": 0.2, "config": config(*row.overrides)}
+                record = fakes.make(tmp_path, name, row.panel, **changes)
             found.append(Outcome(row, record, dense))
         text = artefact.build(found, artefact.name).text()
         assert max(map(len, text.splitlines())) <= 150

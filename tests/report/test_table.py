@@ -12,20 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quicksilver.report.table import (
-    Column,
-    Heading,
-    Panel,
-    PrintedPanel,
-    PrintedRow,
-    Section,
-    Table,
-    Written,
-    markdown,
-    named_records,
-    read,
-    values,
-)
+from quicksilver.report import table as tables
+from quicksilver.report.table import Column, Heading, Panel, PrintedPanel, PrintedRow, Section, Table, Written, markdown, read
 from quicksilver.runtime.errors import ConfigError
 
 PRINTED = pd.DataFrame(
@@ -162,8 +150,8 @@ def test_records_are_those_of_the_frame_and_those_it_was_built_from():
     assert more.written().claims == ("c",)
     assert TABLE.written().records_of_panels() == {"a": [ONE, TWO], "b": []}
     frame = pd.DataFrame({"dense_record": [ONE], "token_digest": [TWO], "records": [f"{TWO} {TWO}"]})
-    assert set(named_records(frame)) == {ONE, TWO}
-    assert set(named_records(frame[["token_digest"]])) == set()  # a digest of a text is no record
+    assert set(tables.named_records(frame)) == {ONE, TWO}
+    assert set(tables.named_records(frame[["token_digest"]])) == set()  # a digest of a text is no record
 
 
 def test_the_markdown_is_that_of_the_table_at_any_depth(tmp_path):
@@ -177,9 +165,8 @@ def test_the_markdown_is_that_of_the_table_at_any_depth(tmp_path):
 
 @pytest.mark.parametrize("name", ["![x](https://example.org/x.png)", "[a](b) <img src=x>", "a\n\n# b\r\n![x](y)", "a|b *c*"])
 def test_no_words_of_a_record_become_markup(name):
-    text = markdown(
-        dataclasses.replace(TABLE, title=name, legend=(name,), panels=(Panel("a", name, COLUMNS, (name,)),)).written()
-    )
+    table = dataclasses.replace(TABLE, title=name, legend=(name,), panels=(Panel("a", name, COLUMNS, (name,)),))
+    text = markdown(table.written())
     assert "](" not in text
     assert "<img" not in text
     assert len([line for line in text.splitlines() if line.startswith("#")]) == 2
@@ -207,10 +194,9 @@ def test_damage_is_one_message_with_the_file(tmp_path, damage):
 
 
 def test_plain_values_of_every_kind():
-    frame = pd.DataFrame(
-        {"a": pd.Series([1, None], dtype="Int64"), "b": [pd.NaT, np.float32(0.5)], "c": [("x",), np.bool_(True)]}
-    )
-    assert values(frame) == ((1, None, "('x',)"), (None, 0.5, True))
+    whole = pd.Series([1, None], dtype="Int64")
+    frame = pd.DataFrame({"a": whole, "b": [pd.NaT, np.float32(0.5)], "c": [("x",), np.bool_(True)]})
+    assert tables.values(frame) == ((1, None, "('x',)"), (None, 0.5, True))
 
 
 def test_a_column_that_says_nothing_in_any_row_is_not_printed():
@@ -218,8 +204,6 @@ def test_a_column_that_says_nothing_in_any_row_is_not_printed():
     panels = (Panel("one", "One", columns), Panel("two", "Two", columns))
     rows = [("one", "x", 1.0, None), ("one", "y", None, None), ("two", "z", 1.0, 2.0)]
     table = Table("t", "T", pd.DataFrame(rows, columns=["panel", "key", "a", "b"]).assign(section=""), panels)
-    assert [[one.header for one in panel.columns] for panel in table.written().panels] == [
-        ["name", "said"],
-        ["name", "said", "silent"],
-    ]
+    printed = [[one.header for one in panel.columns] for panel in table.written().panels]
+    assert printed == [["name", "said"], ["name", "said", "silent"]]
     assert "silent" not in table.text().split("Two")[0]

@@ -20,9 +20,8 @@ def outcomes(tmp_path):
 
 
 def process(outcomes, ratio, hour, machine="here", names=("dense all", "a", "b"), day=2):
-    results = {
-        fakes.fingerprint(name): fakes.latency(0.0 if name == "dense all" else 1 - ratio, 1.0, samples=3) for name in names
-    }
+    faster = {name: 0.0 if name == "dense all" else 1 - ratio for name in names}
+    results = {fakes.fingerprint(name): fakes.latency(one, 1.0, samples=3) for name, one in faster.items()}
     made = TimedProcess("table_x", f"2026-01-{day:02}T{hour:02}:00:00+00:00", machine, 3, results)
     return made.write(outcomes[0].record.path.parents[1])
 
@@ -57,12 +56,12 @@ def test_who_makes_the_runs_anew_prints_their_own_times(outcomes):
 @pytest.mark.parametrize("content", ["", "[]", "[" * 50_000, '{"table": 3}', "forged", "no time"])
 def test_a_file_that_is_none_or_whose_times_cannot_be_is_one_line(outcomes, content):
     path = process(outcomes, 0.7, 0)
-    if content in ("forged", "no time"):
-        whole = fakes.latency(0.3, 1.0, samples=3)
-        changed = (
-            {"latency_ratio": Quartiles(0.5, 0.5, 0.5)} if content == "forged" else {"latency_ms": Spread(0.0, 0.0, [0.0] * 3)}
-        )
-        results = {fakes.fingerprint("a"): dataclasses.replace(whole, **changed)}
+    impossible = {
+        "forged": {"latency_ratio": Quartiles(0.5, 0.5, 0.5)},
+        "no time": {"latency_ms": Spread(0.0, 0.0, [0.0] * 3)},
+    }
+    if content in impossible:
+        results = {fakes.fingerprint("a"): dataclasses.replace(fakes.latency(0.3, 1.0, samples=3), **impossible[content])}
         TimedProcess("table_x", "2026-01-01T00:00:00+00:00", "here", 3, results).write(path.parents[1])
     else:
         path.write_text(content)

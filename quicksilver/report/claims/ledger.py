@@ -24,6 +24,7 @@ from quicksilver.records.record import Record, load_record
 from quicksilver.records.stats import bootstrap, false_discovery
 from quicksilver.records.times import TimedProcess
 from quicksilver.report.artefacts import Artefact, Outcome
+from quicksilver.report.claims import reported as rule
 from quicksilver.report.claims.reported import (
     Estimate,
     Quantity,
@@ -31,17 +32,9 @@ from quicksilver.report.claims.reported import (
     Sense,
     Target,
     Verdict,
-    by_the_rule,
     contradictions,
-    difference,
-    function_words_pct,
-    halted_by_chance_pct,
-    judge,
     quantity,
     reported,
-    with_its_chance,
-    with_its_quality,
-    with_its_saving,
 )
 from quicksilver.report.comparison import FLOOR, against_dense, pool_noise
 from quicksilver.report.provenance import SHORT, timings
@@ -91,8 +84,6 @@ LEGEND = (
 
 
 # --- what experiments declare -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class AnsweredBy:
     """The row (`panel`, `key`) of an experiment that answers a claim, and with which of its numbers.
@@ -173,12 +164,10 @@ class Source:
             ConfigError: a claim that is not in reported*.yaml, a row that the experiment does not have.
         """
         rows, path = self.artefact.experiment.rows(), self.artefact.path
-        named = Counter((row.reported, row.panel) for row in rows)
-        found = [
-            (row.reported, AnsweredBy(row.panel, row.key, note=row.section if named[row.reported, row.panel] > 1 else ""))
-            for row in rows
-            if row.reported
-        ]
+        named = [(row.reported, row) for row in rows if row.reported]
+        times = Counter((claim, row.panel) for claim, row in named)
+        notes = [row.section if times[claim, row.panel] > 1 else "" for claim, row in named]
+        found = [(claim, AnsweredBy(row.panel, row.key, note=note)) for (claim, row), note in zip(named, notes, strict=True)]
         for claim, given in self.artefact.answered.items():
             found += [(claim, one) for one in ((given,) if isinstance(given, AnsweredBy) else given)]
         known = {f"{entry.id}.{name}" for entry in reported().values() for name in entry.quantities} | reported().keys()
@@ -210,8 +199,6 @@ def answers_claims(artefact: Artefact) -> bool:
 
 
 # --- one claim --------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Claim:
     """One number of the paper: the quantity `name` of `entry`."""
@@ -270,12 +257,10 @@ class _Claim:
     def chance_pct(self) -> float | None:
         """What the paper says, or implies, that chance gives of a share; of random pairs, what fused ones give; of function words' layer, that
         of content words, a tenth later."""
+        if self.name in rule.by_chance_pct():
+            return rule.by_chance_pct()[self.name]
         if self.name == "halt_layer_of_30":
             return 1.1 * (self.stated[0] or 0.0)
-        if self.name == "halted_share_pct":
-            return halted_by_chance_pct()
-        if self.name == "halted_function_share_pct":
-            return function_words_pct()
         if self.name == "random_precision_pct":
             return self.entry.values.get("precision_pct", self.entry.bounds.get("precision_pct", (None,))[0])
         if self.name != "precision_pct":
@@ -338,31 +323,28 @@ class _Claim:
         if what.kind == "quality" and record.lookahead:
             return "not comparable", "looks ahead: it knows tokens that it is asked to predict"
         sense: Sense = "level" if self.is_reference else what.sense
-        judged = judge(sense, self.target, found)
+        judged = rule.judge(sense, self.target, found)
         if beside is not None:
-            lowered = (with_its_saving if what.kind == "quality" else with_its_quality)(judged, beside[1])
+            lowered = (rule.with_its_saving if what.kind == "quality" else rule.with_its_quality)(judged, beside[1])
             if lowered != judged:
                 return lowered, f"{judged} by itself, but {beside[0]}, claimed with it, is {beside[1]} in this run: {beside[2]}"
         gone, points = (1 - found.value, 100) if what.sense == "ratio" else (found.value, 1)
         if what.kind == "time" and abs(gone) <= found.floor:
             return judged, f"within the clock's noise of {points * found.floor:.1f}%"
-        return judged, by_the_rule(sense, self.target, found)
+        return judged, rule.by_the_rule(sense, self.target, found)
 
 
 @cache
 def _against_dense(folder: Path, dense_folder: Path, processes: tuple[TimedProcess, ...] | None = None) -> Mapping[str, Any]:
     """`against_dense`, once for all claims that a record answers: for its quality, or else by these processes without intervals of quality."""
-    return against_dense(
-        load_record(folder), load_record(dense_folder), processes or (), intervals="judged" if processes is None else False
-    )
+    ours, dense = load_record(folder), load_record(dense_folder)
+    return against_dense(ours, dense, processes or (), intervals="judged" if processes is None else False)
 
 
 def _floor(column: str, record: Record, outcomes: Mapping[str, Outcome], processes: tuple[TimedProcess, ...]) -> float:
     """The clock's noise for a record as its table has it: pooled over the rows of its panel (`comparison.pool_noise`)."""
-    pairs = [(one.record, one.dense) for one in outcomes.values()]
-    rows = [
-        dict(_against_dense(ours.path, dense.path, processes)) for ours, dense in pairs if ours is not None and dense is not None
-    ]
+    pairs = [(one.record.path, one.dense.path) for one in outcomes.values() if one.record and one.dense]
+    rows = [dict(_against_dense(*pair, processes)) for pair in pairs]
     pool_noise(rows, column.removesuffix(FLOOR))
     return next((number(row, column) for row in rows if row["record"] == record.fingerprint), None) or 0.0
 
@@ -379,8 +361,6 @@ def _spared_pct(ours: Any, theirs: Any) -> Any:  # has a name, so that `bootstra
 
 
 # --- the ledger -------------------------------------------------------------------------------------------------------------------
-
-
 def frame(sources: Sequence[Source]) -> pd.DataFrame:
     """The ledger: a row for each claim and each record that answers it, or one that says why there is none, then its tuned ones (`kind`);
     then what other papers state, and the contradictions."""
@@ -400,8 +380,7 @@ def frame(sources: Sequence[Source]) -> pd.DataFrame:
 def _rows(claim: _Claim, sources: Sequence[Source]) -> list[dict[str, Any]]:
     entry, what, (low, high) = claim.entry, claim.what, claim.stated
     base: dict[str, Any] = dict(panel=entry.group, section=entry.place, kind="claim", claim=claim.id, quote=entry.quote)
-    base["counted_as"] = _outcome(claim.id)
-    base |= dict(place="; ".join((entry.place, *entry.also)), reported=claim.printed)
+    base |= dict(counted_as=_outcome(claim.id), place="; ".join((entry.place, *entry.also)), reported=claim.printed)
     base |= dict(target_low=low, target_high=high, unit=what.unit)
     if what.sense == "setting":
         key = entry.config.get(claim.name)
@@ -473,10 +452,8 @@ def _not_judged(claim: _Claim, answers: Sequence[tuple[Source, AnsweredBy]], rea
         return {"verdict": BY_DEFINITION, **said, "why": fixed or _ZERO}
     made = any(one is not None and one.record is not None for _, one in there)
     if claim.name in entry.not_comparable or (what.sense == "level" and (what.kind == "tokens" or made)):
-        return {
-            "verdict": "not comparable",
-            "why": entry.not_comparable.get(claim.name) or entry.not_measured or (claim.absolute if made else said["why"]),
-        }
+        why = entry.not_comparable.get(claim.name) or entry.not_measured or (claim.absolute if made else said["why"])
+        return {"verdict": "not comparable", "why": why}
     return {"verdict": "not measured", **said}
 
 
@@ -496,10 +473,9 @@ def _judged(claim: _Claim, answer: AnsweredBy, outcome: Outcome, base: Record | 
     from_chance = ""
     if beyond is not None and claim.chance_pct is not None:
         claimed = next(end for end in claim.stated if end is not None)
-        verdict = with_its_chance(verdict, difference(claimed, claim.chance_pct, beyond))
-        of = {"random_precision_pct": "points from fused pairs", "halt_layer_of_30": "layers from content words"}.get(
-            claim.name, "points from chance"
-        )
+        verdict = rule.with_its_chance(verdict, rule.difference(claimed, claim.chance_pct, beyond))
+        from_what = {"random_precision_pct": "points from fused pairs", "halt_layer_of_30": "layers from content words"}
+        of = from_what.get(claim.name, "points from chance")
         from_chance = f"{beyond.value:+.1f} [{beyond.low:.1f} {beyond.high:.1f}] {of}, claimed {claimed - claim.chance_pct:+.1f}"
     modules = record.config.get("modules", {}).items()
     entries = [entry for name, entry in modules if name.startswith("adaptive_quantization")]
@@ -535,18 +511,16 @@ def _statements(artefact: Artefact) -> Iterator[dict[str, Any]]:
     """A row a statement of the experiment. They are not counted: the rule of docs/verdicts.md needs a number to compare with."""
     stated: Callable[[], list[Statement]] = getattr(artefact.experiment, "STATEMENTS", list)
     for one in stated():
-        row = dict(
-            panel=one.paper, kind=STATEMENT, claim=one.id, place=one.paper, quote=one.quote, reported="> 0", target_low=0.0
+        row: dict[str, Any] = dict(
+            panel=one.paper, kind=STATEMENT, claim=one.id, place=one.paper, quote=one.quote, reported="> 0"
         )
-        row |= dict(verdict=one.verdict, why=f"{one.compared}; {one.why}", artefact=artefact.name)
+        row |= dict(target_low=0.0, verdict=one.verdict, why=f"{one.compared}; {one.why}", artefact=artefact.name)
         if (found := one.estimate) is not None:
             row |= dict(measured=found.value, measured_low=found.low, measured_high=found.high)
         yield row
 
 
 # --- as a table -------------------------------------------------------------------------------------------------------------------
-
-
 def ledger(sources: Sequence[Source], name: str = "claims", others: Mapping[str, pd.DataFrame] | None = None) -> Table:
     """The ledger as a table, a panel for each group of claims.
 
@@ -556,17 +530,13 @@ def ledger(sources: Sequence[Source], name: str = "claims", others: Mapping[str,
     rows = frame(sources)
     elsewhere = {label: standing(found) for label, found in (others or {}).items()}
     texts = {label: _other_texts(found) for label, found in (others or {}).items()}
-    there = [
-        "; ".join(
-            f"{texts[label].get(claim, label)}: {found[claim]}"
-            for label, found in elsewhere.items()
-            if found.get(claim) in LEAST_FAVOURABLE[:4]
-        )
-        for claim in rows["claim"].map(_outcome)
-    ]
-    rows["elsewhere"] = [
-        said if row.record and row.kind != TUNED else "" for said, row in zip(there, rows.itertuples(), strict=True)
-    ]
+
+    def beside(row: Any) -> str:
+        claim = _outcome(row.claim)
+        said = ((label, found[claim]) for label, found in elsewhere.items() if found.get(claim) in LEAST_FAVOURABLE[:4])
+        return "; ".join(f"{texts[label].get(claim, label)}: {verdict}" for label, verdict in said)
+
+    rows["elsewhere"] = [beside(row) if row.record and row.kind != TUNED else "" for row in rows.itertuples()]
     panels = [
         Panel(str(group), f"{group}: {_counts(members)}", _columns(str(group)), _notes(members))
         for group, members in rows[rows["kind"] != TUNED].groupby("panel", sort=False)
@@ -620,9 +590,8 @@ def told(rows: pd.DataFrame, begins: Sequence[str]) -> str:
         paper = [f"{name} ({first['place']})", f"  paper      {number_of}“{' '.join(first['quote'].split())}”"]
         said = [line for row in found.to_dict("records") for line in _said_of(row)]
         if (rows_of := int((found["kind"] == "claim").sum())) > 1 and (overall := standing(found)):
-            said.append(
-                f"  overall    {next(iter(overall.values()))}: the least favourable of these {rows_of} rows, the tuned ones left out"
-            )
+            verdict = next(iter(overall.values()))
+            said.append(f"  overall    {verdict}: the least favourable of these {rows_of} rows, the tuned ones left out")
         said += [f"  elsewhere  {first['elsewhere']}"] if first["elsewhere"] else []
         if blocks and blocks[-1][1] == said:  # such as the words of one sentence
             blocks[-1][0].extend(paper)
@@ -665,10 +634,8 @@ def standing(rows: pd.DataFrame) -> dict[str, str]:
     """The verdict on each outcome, settings and what is so by definition left out: of its rows the least favourable, so that none is counted
     twice."""
     outcomes = rows[(rows["kind"] == "claim") & (rows["verdict"] != BY_DEFINITION)]
-    return {
-        str(claim): min(members, key=LEAST_FAVOURABLE.index)
-        for claim, members in outcomes.groupby(outcomes["claim"].map(_outcome), sort=False)["verdict"]
-    }
+    verdicts = outcomes.groupby(outcomes["claim"].map(_outcome), sort=False)["verdict"]
+    return {str(claim): min(members, key=LEAST_FAVOURABLE.index) for claim, members in verdicts}
 
 
 def _other_texts(rows: pd.DataFrame) -> dict[str, str]:

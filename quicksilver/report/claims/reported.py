@@ -90,13 +90,11 @@ def reported() -> Mapping[str, Reported]:
         for entry in content["claims"]:
             assert entry["id"] not in found, f"{entry['id']} of {name} stands twice"
             values = entry.get("values", {})
+            bounds = entry.get("bounds", {}).items()
             numbers: dict[str, Any] = {
                 "values": {name: float(text) for name, text in values.items()},
                 "rounding": {name: 0.5 * 10.0 ** int(Decimal(text).as_tuple().exponent) for name, text in values.items()},
-                "bounds": {
-                    name: tuple(None if end == "null" else float(end) for end in ends)
-                    for name, ends in entry.get("bounds", {}).items()
-                },
+                "bounds": {name: tuple(None if end == "null" else float(end) for end in ends) for name, ends in bounds},
             }
             found[entry["id"]] = Reported(**shared | entry | numbers | {"also": tuple(entry.get("also", ()))})
     return MappingProxyType(found)
@@ -117,8 +115,6 @@ def quantity(entry: Reported, name: str) -> Quantity:
 
 
 # --- the rule of docs/verdicts.md ----------------------------------------------------------------------------------------------
-
-
 Verdict = Literal["reproduced", "partly", "not reproduced", "undecided", "not comparable", "not measured", "by definition"]
 
 NEARLY = 0.9  # a claim that is wrong by this share of its size is wrong altogether
@@ -161,35 +157,28 @@ def judge(sense: Sense, target: Target, estimate: Estimate) -> Verdict:
     effect for a gain, nearly twice the claimed cost, next to nothing or nearly twice the claimed number for a description?
     """
     reaches, rules_out = _questions(sense, target, estimate)
-    if reaches:
-        # An interval that contains the claim and its opposite is inconclusive.
+    if reaches:  # an interval that contains the claim and its opposite is inconclusive
         return "reproduced" if rules_out else "undecided"
     return "partly" if rules_out else "not reproduced"
 
 
 def _questions(sense: Sense, target: Target, estimate: Estimate) -> tuple[bool, bool]:
+    low, high, floor = target.low, target.high, estimate.floor
     if sense == "ratio":  # of a time: 0.40 is a gain of 0.60
-        low, high = (None if end is None else 1 - end for end in (target.high, target.low))
-        gone = Estimate(1 - estimate.value, 1 - estimate.high, 1 - estimate.low, estimate.floor)
-        return _questions("gain", Target(low, high), gone)
-    if sense != "cost" and target.low is not None and target.high is not None and target.low <= 0 <= target.high:
+        gain = Target(*(None if end is None else 1 - end for end in (high, low)))
+        return _questions("gain", gain, Estimate(1 - estimate.value, 1 - estimate.high, 1 - estimate.low, floor))
+    if sense == "cost" or (low is None and sense != "gain"):
+        assert high is not None
+        return estimate.low <= high, estimate.high < (1 + NEARLY) * high
+    assert low is not None
+    if high is not None and low <= 0 <= high:
         # A claimed zero has no size: it is right when there is nothing beyond its rounding, or beyond the floor.
-        most = max(-target.low, target.high, estimate.floor)
+        most = max(-low, high, floor)
         return (-most <= estimate.value <= most,) * 2
-    if sense == "gain":
-        assert target.low is not None
+    if sense == "gain" or high is None:
         # Where the noise is as large as the claim, a difference inside it does not say that the claim is missed.
-        lost_in_noise = abs(estimate.value) <= estimate.floor and estimate.floor >= target.low
-        return lost_in_noise or estimate.high >= target.low, estimate.low > max(estimate.floor, (1 - NEARLY) * target.low)
-    if sense == "cost":
-        assert target.high is not None
-        return estimate.low <= target.high, estimate.high < (1 + NEARLY) * target.high
-    assert sense in ("match", "level"), sense
-    low, high = target.low, target.high
-    if high is None:
-        return _questions("gain", target, estimate)
-    if low is None:
-        return _questions("cost", target, estimate)
+        lost_in_noise = abs(estimate.value) <= floor and floor >= low
+        return lost_in_noise or estimate.high >= low, estimate.low > max(floor, (1 - NEARLY) * low)
     size = high if high > 0 else low
     nothing, twice = sorted(((1 - NEARLY) * size, (1 + NEARLY) * size))
     return estimate.low <= high and estimate.high >= low, nothing < estimate.low and estimate.high < twice
@@ -197,29 +186,28 @@ def _questions(sense: Sense, target: Target, estimate: Estimate) -> tuple[bool, 
 
 def by_the_rule(sense: Sense, target: Target, estimate: Estimate) -> str:
     """Which of the two questions have the answer no, in words; empty: none."""
-    low, high = target.low, target.high
+    low, high, floor = target.low, target.high, estimate.floor
     reaches, rules_out = _questions(sense, target, estimate)
     if reaches and rules_out:
         return ""
-    if sense != "cost" and low is not None and high is not None and low <= 0 <= high:
-        return f"the value is not within {max(-low, high, estimate.floor):.3g} of 0"
     if sense == "cost" or low is None:
         assert high is not None
         missed, no_more = f"begins above the claim ({high:.3g})", f"ends above nearly twice the claim ({(1 + NEARLY) * high:.3g})"
+    elif high is not None and low <= 0 <= high:
+        return f"the value is not within {max(-low, high, floor):.3g} of 0"
     elif sense == "gain" or high is None:
-        least = max(estimate.floor, (1 - NEARLY) * low)
-        name = "the noise" if least == estimate.floor > 0 else "a tenth of the claim"
+        least = max(floor, (1 - NEARLY) * low)
+        name = "the noise" if least == floor > 0 else "a tenth of the claim"
         missed, no_more = f"ends below the claim ({low:.3g})", f"begins below {name} ({least:.3g})"
     elif sense == "ratio":
-        least = max(estimate.floor, (1 - NEARLY) * (1 - high))
-        name = "1 less the noise" if least == estimate.floor else "1 less a tenth of the gain"
+        least = max(floor, (1 - NEARLY) * (1 - high))
+        name = "1 less the noise" if least == floor else "1 less a tenth of the gain"
         missed, no_more = f"begins above the claim ({high:.3g})", f"ends above {name} ({1 - least:.3g})"
     else:
         missed, no_more = "does not overlap the claim", "is not within a tenth of the claim and 1.9 times it"
     if missed.endswith("(0)") and no_more.endswith("(0)"):  # a claim without a size: one question, not two
-        return f"the interval {missed if not reaches else no_more.replace('a tenth of ', '').replace('nearly twice ', '')}"
-    said = " and ".join([missed] * (not reaches) + [no_more] * (not rules_out))
-    return f"the interval {said}"
+        no_more, rules_out = no_more.replace("a tenth of ", "").replace("nearly twice ", ""), rules_out or not reaches
+    return f"the interval {' and '.join([missed] * (not reaches) + [no_more] * (not rules_out))}"
 
 
 def with_its_quality(saving: Verdict, quality: Verdict) -> Verdict:
@@ -234,10 +222,7 @@ def with_its_quality(saving: Verdict, quality: Verdict) -> Verdict:
 
 def with_its_chance(share: Verdict, beyond: Verdict) -> Verdict:
     """The verdict on a share, given that on its difference from chance: no better than that, because chance alone gives a share."""
-    return share if _ORDER.index(share) >= _ORDER.index(beyond) else beyond
-
-
-_ORDER: tuple[Verdict, ...] = ("reproduced", "partly", "undecided", "not reproduced")
+    return max(share, beyond, key=("reproduced", "partly", "undecided", "not reproduced").index)
 
 
 def difference(claimed: float, chance: float, found: Estimate) -> Verdict:
@@ -248,18 +233,13 @@ def difference(claimed: float, chance: float, found: Estimate) -> Verdict:
 
 
 @cache
-def halted_by_chance_pct() -> float:
-    """What any token of Table 2 halts at: its classes' shares, weighted by their tokens."""
-    return _halted(one for one in reported().values() if one.id.startswith("table2.") and "tokens" in one.values)[0]
-
-
-@cache
-def function_words_pct() -> float:
-    """Function words among the tokens of Table 2."""
-    tokens = {
-        one.id: one.values["tokens"] for one in reported().values() if one.id.startswith("table2.") and "tokens" in one.values
-    }
-    return 100 * (1 - tokens["table2.content_words"] / sum(tokens.values()))
+def by_chance_pct() -> Mapping[str, float]:
+    """What the paper's numbers say of any token of Table 2: whether it halts (its classes' shares, weighted by their tokens), and whether it is a
+    function word."""
+    classes = {one.id: one for one in reported().values() if one.id.startswith("table2.") and "tokens" in one.values}
+    halted, tokens = _halted(classes.values())
+    content = classes["table2.content_words"].values["tokens"]
+    return {"halted_share_pct": halted, "halted_function_share_pct": 100 * (1 - content / tokens)}
 
 
 def _halted(classes: Iterable[Reported]) -> tuple[float, float]:
@@ -275,8 +255,6 @@ def with_its_saving(quality: Verdict, saving: Verdict) -> Verdict:
 
 
 # --- the paper against itself: rows of `contradictions.yaml`, and the arithmetic on its own numbers that decides them -------------
-
-
 A100_WATTS = 400.0  # greatest board power of an A100, NVIDIA's data sheet
 GPT2_VOCABULARY = 50_257
 
@@ -302,13 +280,12 @@ class Contradiction:
     @property
     def places(self) -> str:
         """Where the claims stand."""
-        return "; ".join(dict.fromkeys(_entry(claim)[0].place for claim in self.claims.values()))
+        return "; ".join(dict.fromkeys(_entry(claim).place for claim in self.claims.values()))
 
     def finding(self) -> Computed | None:
         """What the paper's own numbers say; None where there is nothing to compute."""
-        if self.check is None:
-            return None
-        return check_of(self.check)(**{name: _given(claim) for name, claim in self.claims.items()})
+        given = {name: _given(claim) for name, claim in self.claims.items()}
+        return None if self.check is None else check_of(self.check)(**given)
 
     @property
     def agreement(self) -> Literal["contradiction", "consistent", "choice"]:
@@ -323,15 +300,14 @@ def contradictions() -> tuple[Contradiction, ...]:
     return tuple(Contradiction(**row) for row in _content("contradictions.yaml")["contradictions"])
 
 
-def _entry(claim: str) -> tuple[Reported, str | None]:
-    """The entry that `claim` names, and the quantity where it names one."""
-    name, _, quantity = claim.rpartition(".")
-    return (reported()[claim], None) if claim in reported() else (reported()[name], quantity)
+def _entry(claim: str) -> Reported:
+    """The entry that `claim` names, or of which it names a quantity."""
+    return reported()[claim] if claim in reported() else reported()[claim.rpartition(".")[0]]
 
 
 def _given(claim: str) -> Reported | float | Bounds:
-    entry, quantity = _entry(claim)
-    return entry if quantity is None else entry.values[quantity] if quantity in entry.values else entry.bounds[quantity]
+    entry, quantity = _entry(claim), claim.rpartition(".")[2]
+    return entry if claim == entry.id else entry.values[quantity] if quantity in entry.values else entry.bounds[quantity]
 
 
 def _number(value: Any) -> str:
@@ -339,8 +315,6 @@ def _number(value: Any) -> str:
 
 
 # --- checks: from numbers of the paper to a finding -----------------------------------------------------------------------------
-
-
 def same(**stated: float | Bounds) -> Computed:
     """One quantity, stated several times."""
     spans = [value if isinstance(value, tuple) else (value, value) for value in stated.values()]

@@ -160,9 +160,8 @@ class Collection:
         if not any(piece.written for piece in self.pieces) and self.claims is None:  # nobody has made a table here
             self.problems.clear()
             if not made:
-                raise ConfigError(
-                    f"{root} has no record, table, figure or claim yet: quicksilver reproduce table 11 writes some."
-                )
+                begin = "quicksilver reproduce table 11 writes some."
+                raise ConfigError(f"{root} has no record, table, figure or claim yet: {begin}")
         self.runs = self._runs(made, most_whole)
         if self.runs and not any(run.record is not None for run in self.runs.values()):
             raise ConfigError(
@@ -235,9 +234,8 @@ class Collection:
             if not path.is_file():
                 self.note([self._ledger], "claims", f"the ledger was not made yet: there is no {path.name}.", absent=True)
                 return None
-            found: list[dict[str, Value]] = [
-                {key: "" if value is None else value for key, value in entry.items()} for entry in read(path).entries
-            ]
+            entries = read(path).entries
+            found: list[dict[str, Value]] = [{key: "" if one is None else one for key, one in row.items()} for row in entries]
             for check, column in ((fingerprint_of, "record"), (plain_name, "artefact")):
                 for name in filter(None, (row.get(column) for row in found)):
                     check(name, f"the {column} of a claim")
@@ -263,10 +261,8 @@ class Collection:
         for piece, names in (*((one, one.written.records) for one in self.pieces if one.written), (self._ledger, judged)):
             for name in dict.fromkeys(names):
                 named.setdefault(name, []).append(piece)
-        runs = {
-            fingerprint: self._run(fingerprint, pieces)
-            for fingerprint, pieces in tqdm(sorted(named.items()), "Records", leave=False, disable=None)
-        }
+        bar = tqdm(sorted(named.items()), "Records", leave=False, disable=None)
+        runs = {fingerprint: self._run(fingerprint, pieces) for fingerprint, pieces in bar}
         for run in list(runs.values()):
             needed = run.record.dense_fingerprint if run.record is not None else None
             if needed is not None and needed not in runs:

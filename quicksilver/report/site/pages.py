@@ -9,7 +9,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,17 +28,15 @@ from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.ledger import counted, outcomes_of
 from quicksilver.report.site.collection import Collection, NamedRecord, Piece, Problem, grouped
-from quicksilver.report.site.leaderboard import boards
-from quicksilver.report.site.views import bokeh_script, generated_texts, sweeps, token_views, windows_chart
+from quicksilver.report.site.views import boards, bokeh_script, generated_texts, sweeps, token_views, windows_chart
 from quicksilver.report.table import PrintedPanel, amount, signed, without_folders
 
 T = TypeVar("T")
 
 _ASSETS = ("site.css", "site.js", "charts.js", "tokens.js", "explorer.js", "runs.js")
 # Page to template; the first page last, because pages note what is missing.
-_PAGES = {"tokens": "tokens_index", "texts": "samples_index"} | {
-    name: name for name in ("explorer", "leaderboard", "claims", "index")
-}
+_PAGES = {"tokens": "tokens_index", "texts": "samples_index"}
+_PAGES |= {name: name for name in ("explorer", "leaderboard", "claims", "index")}
 ROWS = 500  # of a page of runs
 _BETTER = {"Δppl": -1, "Δ perplexity": -1, "Δ far recall": -1, "KL × 100": -1} | dict.fromkeys(
     ("exec", "nominal", "exec, prompt", "FLOPs saved", "KV bytes", "speedup"), 1
@@ -49,10 +47,8 @@ _DESCRIBED = (
     *("dense_fingerprint", "modules", "execution", "protocol", "lookahead", "model", "data", "calibration", "package"),
     *("started", "finished", "seconds"),
 )
-_SHOWN_APART = {
-    *(ENTRY, "checksum", "config", "environment", "files", "schema_version", "fingerprint", "identity", "label", "texts"),
-    *_DESCRIBED,
-}
+_NAMES = ("checksum", "config", "environment", "files", "schema_version", "fingerprint", "identity", "label", "texts")
+_SHOWN_APART = {ENTRY, *_NAMES, *_DESCRIBED}
 
 
 def make(results_dir: Path | str) -> tuple[Path, list[Problem]]:
@@ -85,12 +81,9 @@ class Site:
             contents[script] = f'"use strict";\nconst sharedWords = {_json(dict(sorted(words.items())))};\n'.encode()
         for before, piece, after in zip([None, *pieces], pieces, [*pieces[1:], None], strict=False):
             contents |= self._piece_pages(piece, before=before, after=after)
-        panels = [
-            (f"{piece.title.partition(':')[0]}, {panel}", [self.there.runs[name] for name in names if name in self.there.runs])
-            for piece in pieces
-            for panel, names in piece.panels.items()
-        ]
-        pairs = ((title, [(one.record, one.dense) for one in members if one.record and one.dense]) for title, members in panels)
+        panels = ((f"{one.title.partition(':')[0]}, {panel}", names) for one in pieces for panel, names in one.panels.items())
+        named = ((title, [run for run in map(self.there.runs.get, names) if run is not None]) for title, names in panels)
+        pairs = ((title, [(one.record, one.dense) for one in members if one.record and one.dense]) for title, members in named)
         about = _about([run.record for run in runs if run.record is not None])
         shown = {"sweeps": without_folders(sweeps(pairs)), "boards": boards(runs), "about": about}
         contents["assets/records.parquet"] = self._frame()
@@ -166,23 +159,23 @@ class Site:
 
     def _page(self, template: str, base: str = "", **values: Any) -> bytes:
         """`base` leads from the page to the first one."""
-        page = self._environment.get_template(template).render(base=base, site=self.there, **values)
+        page = _environment().get_template(template).render(base=base, site=self.there, **values)
         return (re.sub(r"\n\s*\n+", "\n", page).strip() + "\n").encode()
 
-    @cached_property
-    def _environment(self) -> jinja2.Environment:
-        loader = jinja2.PackageLoader("quicksilver.report.site")
-        environment = jinja2.Environment(
-            trim_blocks=True, lstrip_blocks=True, autoescape=True, undefined=jinja2.StrictUndefined, loader=loader
-        )
-        environment.filters |= dict(signed=signed, json=_json, digits=_digits, value=_value, prose=prose, lines=cell_lines)
-        environment.filters |= dict(of_paper=of_paper, best=best)
-        # Of rows of the ledger, how many have each verdict; and how many outcomes.
-        environment.filters["counted"] = lambda rows: counted(row["verdict"] for row in rows)
-        environment.filters["outcomes"] = lambda rows: counted(outcomes_of(pd.DataFrame(rows))) if rows else []
-        environment.filters["slug"] = lambda text: re.sub(r"\W+", "-", text.lower()).strip("-")
-        environment.filters["grouped"] = lambda problems: without_folders(grouped(problems))
-        return environment
+
+@cache
+def _environment() -> jinja2.Environment:
+    loader = jinja2.PackageLoader("quicksilver.report.site")
+    options: dict[str, Any] = dict(trim_blocks=True, lstrip_blocks=True, autoescape=True, undefined=jinja2.StrictUndefined)
+    environment = jinja2.Environment(loader=loader, **options)
+    environment.filters |= dict(signed=signed, json=_json, digits=_digits, value=_value, prose=prose, lines=cell_lines)
+    environment.filters |= dict(of_paper=of_paper, best=best)
+    # Of rows of the ledger, how many have each verdict; and how many outcomes.
+    environment.filters["counted"] = lambda rows: counted(row["verdict"] for row in rows)
+    environment.filters["outcomes"] = lambda rows: counted(outcomes_of(pd.DataFrame(rows))) if rows else []
+    environment.filters["slug"] = lambda text: re.sub(r"\W+", "-", text.lower()).strip("-")
+    environment.filters["grouped"] = lambda problems: without_folders(grouped(problems))
+    return environment
 
 
 def _about(records: Sequence[Record]) -> str:
@@ -196,8 +189,6 @@ def _about(records: Sequence[Record]) -> str:
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------------------
-
-
 def _details(record: Record, dense: Record | None, brief: bool) -> dict[str, Any]:
     """What the page of a run shows of its record."""
     measured = flat({key: value for key, value in record.content.items() if key not in _SHOWN_APART})
@@ -240,8 +231,6 @@ def _passes(record: Record) -> list[dict[str, Any]]:
 
 
 # --- values in print --------------------------------------------------------------------------------------------------------------
-
-
 def _value(value: Any, key: str = "") -> str:
     """One entry of a record in print: numbers with 6 digits, large counts with their prefix beside them, long lists cut."""
     if isinstance(value, bool) or value is None:
@@ -291,13 +280,11 @@ def best(panel: PrintedPanel) -> set[tuple[int, int]]:
     found: set[tuple[int, int]] = set()
     for at, column in enumerate(panel.columns):
         if (sign := _BETTER.get(column.header)) and "paper" not in column.group.split():
-            cells = {
-                row.row: re.fullmatch(r"([+-]?\d[\d.]*)%?( \[.*)?", "".join(row.cells[at][:1]))
-                for one in panel.sections
-                for row in one.rows
-                if "†" not in "".join(row.cells[0])  # what looks ahead is no candidate
-            }
-            values = {row: sign * float(match[1]) for row, match in cells.items() if match is not None}
+            rows = [
+                row for one in panel.sections for row in one.rows if "†" not in "".join(row.cells[0])
+            ]  # nothing that looks ahead
+            cells = ((row.row, re.fullmatch(r"([+-]?\d[\d.]*)%?( \[.*)?", "".join(row.cells[at][:1]))) for row in rows)
+            values = {row: sign * float(match[1]) for row, match in cells if match is not None}
             if len(set(values.values())) > 1 and (sign < 0 or max(values.values()) > 0):  # what saves nothing is not marked
                 found |= {(row, at) for row, value in values.items() if value == max(values.values())}
     return found

@@ -5,19 +5,22 @@ No model is asked for anything, and nothing is interpolated.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import SequenceMatcher
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
 
+from quicksilver.measure.audit import AuditResult
 from quicksilver.measure.generation import GREEDY, SAMPLED, TEXTS
 from quicksilver.measure.latency import LatencyResult
 from quicksilver.measure.measurement import encoded
@@ -25,7 +28,9 @@ from quicksilver.measure.words import WORDS
 from quicksilver.records.record import Record
 from quicksilver.records.window_tokens import window_tokens
 from quicksilver.report.comparison import against_dense
-from quicksilver.report.table import number, numbers, signed
+from quicksilver.report.site.collection import NamedRecord, varied
+from quicksilver.report.sweeps import front
+from quicksilver.report.table import number, numbers, signed, speedup_cell, without_folders
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.trace import PassTrace, Trace
 
@@ -67,8 +72,7 @@ def token_views(record: Record) -> list[dict[str, Any]]:
         try:
             words: dict[str, Any] = {"texts": readable(window_tokens(record, window))}
         except (QuickSilverError, OSError) as error:
-            said = f"this text is not on the machine that made the report. {error}"
-            words = {"texts": None, "no_texts": said}
+            words = {"texts": None, "no_texts": f"this text is not on the machine that made the report. {error}"}
         view = {"name": f"window {window}, {why}", "window": window, "prompt": prompt, "signals": {}, "nats": None}
         view |= {"scored": record.protocol.prompt_tokens if prompt else 1, "words": _words(record, window)}
         texts.append(view | words | _from_trace(trace, window))
@@ -102,8 +106,6 @@ def _words(record: Record, window: int) -> dict[str, Any] | None:
 
 
 # --- decisions ------------------------------------------------------------------------------------------------------------------
-
-
 def _from_trace(trace: Trace, window: int) -> dict[str, Any]:
     """States, bits, fusions and merges of one window; its tokens are counted over the passes that processed it."""
     first = batch = 0
@@ -139,9 +141,8 @@ def _from_trace(trace: Trace, window: int) -> dict[str, Any]:
 
 def coded(strings: list[str]) -> dict[str, list[Any]]:
     """Strings that repeat: the distinct ones, and the place of each among them. Most tokens share a fate."""
-    distinct = list(dict.fromkeys(strings))
-    places = {string: place for place, string in enumerate(distinct)}
-    return {"distinct": distinct, "places": [places[string] for string in strings]}
+    places, distinct = pd.factorize(np.array(strings, dtype=object))
+    return {"distinct": distinct.tolist(), "places": places.tolist()}
 
 
 def _letters(active: np.ndarray, entry: np.ndarray, fused: np.ndarray) -> dict[str, list[Any]]:
@@ -154,14 +155,10 @@ def _letters(active: np.ndarray, entry: np.ndarray, fused: np.ndarray) -> dict[s
 
 def _digits(bits: np.ndarray) -> dict[str, list[Any]] | None:
     """(L, N) widths -> a string of L digits a token, 0 for 16; None where all are untouched."""
-    if (bits == 16).all():
-        return None
-    return coded(["".join(str(width % 16) for width in column) for column in bits.T.tolist()])
+    return None if (bits == 16).all() else coded(["".join(str(width % 16) for width in column) for column in bits.T.tolist()])
 
 
 # --- signals --------------------------------------------------------------------------------------------------------------------
-
-
 def _from_signals(record: Record, place: int) -> dict[str, Any]:
     """One text that the run looked into."""
     frame, text = record.signals(place), record.texts[place]
@@ -171,15 +168,8 @@ def _from_signals(record: Record, place: int) -> dict[str, Any]:
         """(L, N) without the row before the first layer."""
         return frame[column].to_numpy().reshape(-1, count)[1:]
 
-    view: dict[str, Any] = {
-        "name": text.name,
-        "texts": readable(text.tokens),
-        "prompt": False,
-        "scored": 1,
-        "merges": [],
-        "evictions": [],
-    }
-    view |= {"words": None, "bits": None, "fusions": [], "states": coded([COMPUTED * (len(frame) // count - 1)] * count)}
+    view: dict[str, Any] = dict(name=text.name, texts=readable(text.tokens), prompt=False, scored=1, merges=[], evictions=[])
+    view |= dict(words=None, bits=None, fusions=[], states=coded([COMPUTED * (len(frame) // count - 1)] * count))
     if "carrier" in frame:
         carrier = rows("carrier")
         fused = carrier != np.arange(count)
@@ -203,8 +193,6 @@ def rounded(value: float | None, digits: int) -> float | None:
 
 
 # --- generated texts -----------------------------------------------------------------------------------------------------------
-
-
 SHOWN = 8  # prompts of each way of decoding; all are in generation.parquet
 _END_OF_PROMPT = 60  # words of a prompt that are shown
 _WORD = re.compile(r"\s*\S+|\s+\Z")
@@ -245,13 +233,11 @@ def marked(one: str, two: str) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
     right: list[Piece] = []
     for kind, a, b, c, d in SequenceMatcher(None, words, others, autojunk=False).get_opcodes():
         for side, some in ((left, words[a:b]), (right, others[c:d])):
-            if some:
-                side.append(("".join(some), kind != "equal"))
+            side += [("".join(some), kind != "equal")] if some else []
     return tuple(left), tuple(right)
 
 
 # --- from record to record: those that differ in the options of their modules only ------------------------------------------------
-
 _INTERVALS = ("delta_ppl", "delta_ppl_pct", "null_delta_ppl_pct", "versus_null_ppl")
 _NUMBERS = (
     *("ppl", "executed_flops_saved_pct", "nominal_flops_saved_pct", "paper_flops_saved_pct", "prompt_executed_flops_saved_pct"),
@@ -343,9 +329,7 @@ def _named(value: Any) -> str:
     if isinstance(value, list):
         numbers = len(value) == 2 and all(isinstance(one, int | float) and not isinstance(one, bool) for one in value)
         return (" to " if numbers else ", ").join(map(_named, value)) or _NONE
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return value if isinstance(value, str) else json.dumps(value)
+    return f"{value:.6g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
 
 
 def _options(rows: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
@@ -375,9 +359,129 @@ def _order(value: str) -> tuple[int, float, str]:
     return (0, float(match[1]), value) if match else (1, 0.0, value)
 
 
+# --- the leaderboard: records of any method on the same model and text, their work against their KL to dense ----------------------
+FAR = "far-recall"  # the text whose answers depend on distant context
+_OWN = ("far-",)  # texts made for that question: no board of their own
+SAVED, COST = "prompt_executed_flops_saved_pct", "kl_nats"
+FRONT_WINDOWS = 32  # fewer are too few to say that a method beats another
+ON_FRONT, BEATEN, UNSEEN = "on the front", "beaten", "not compared"
+_LEAST_PCT = 0.5  # of the prompt's work: what saves less decided hardly anything
+_MOST_CHARACTERS = 90  # of the options of one row; its page has all of them
+
+
+class Entry(NamedTuple):
+    """A record on a board: its modules, the options in which it differs from others of the same, whether another record beats it there, and the
+    record of the same settings on `FAR`, if any."""
+
+    run: NamedRecord
+    method: str
+    options: str
+    place: str
+    far: NamedRecord | None
+
+    @property
+    def time(self) -> str:
+        """The prompt's time saved, in percent."""
+        return speedup_cell(self.run.row, "prompt_speedup_pct")[0]
+
+
+class Board(NamedTuple):
+    """The records of one model, text and prompt length, the least KL first, and what its chart shows of them. beaten: how many settings are left out,
+    since another of the same method beats them; beaten_timed: so many of these were timed."""
+
+    model: str
+    text: str
+    prompt: str
+    entries: list[Entry]
+    beaten: int
+    beaten_timed: int
+
+    @property
+    def chart(self) -> dict[str, Any]:
+        """Columns for the chart: the method, percent of the prompt's work saved, KL × 100, what the legend calls it."""
+        return {
+            "method": [f"{one.method} {one.options}".strip() for one in self.entries],
+            "saved": [round(one.run.row[SAVED], 3) for one in self.entries],
+            "kl": [round(100 * one.run.row[COST], 5) for one in self.entries],
+            "place": [one.place for one in self.entries],
+        }
+
+
+def boards(runs: Iterable[NamedRecord]) -> list[Board]:
+    """A board for each model, number format, text and length of prompt and window, the fullest first.
+
+    A record is on it if it scores test text under protocol continuation without look-ahead, executes what it says (`compact`), saves half a percent of
+    the prompt's work, and has its KL to dense. Of one method those settings are shown that no other of its settings beats; of two records with the same settings the
+    timed one, then the one of more windows.
+    """
+    far: dict[str, NamedRecord] = {}
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for run in runs:
+        if (record := run.record) is None or not _counts(record, run.row):
+            continue
+        setting, text = _setting(record), record.data.name
+        if text == FAR:
+            far[setting] = max(far.get(setting, run), run, key=_windows)
+        elif not text.startswith(_OWN):
+            options = settings(record)
+            if sources := "".join(record.identity.sources.values()):  # the user's files: an edited method is another one
+                options |= {"code": hashlib.sha256(sources.encode()).hexdigest()[:6]}
+            method = " + ".join(name.replace("quicksilver", "predicted_kv") for name in record.modules)
+            entry = dict(run=run, method=method, options=options, setting=setting, saved=run.row[SAVED], cost=run.row[COST])
+            made_by, protocol = record.model, record.protocol
+            prompt = f"prompts of {protocol.prompt_tokens} tokens, then {protocol.window_tokens - protocol.prompt_tokens} scored"
+            prompt += "" if made_by.dtype == "float32" else f", {made_by.dtype}"
+            key = (str(without_folders(made_by.name)), text, prompt, made_by.weights_digest, record.data.digest)
+            groups.setdefault(key, []).append(entry)
+    found = []
+    for (model, text, prompt, *_), members in groups.items():
+        timed = sorted(members, key=lambda one: ("prompt_speedup_pct" in one["run"].row, one["run"].record.data.windows))
+        frame = pd.DataFrame({one["setting"]: one for one in timed}.values())
+        own = pd.concat([front(mine["saved"], mine["cost"]) for _, mine in frame.groupby("method")]).sort_index()
+        beaten = [one.row for one in frame[~own]["run"]]
+        frame = frame[own].sort_values(["cost", "saved"], ascending=[True, False], kind="stable")
+        enough = frame["run"].map(_windows) >= FRONT_WINDOWS
+        compared = enough & (enough.sum() > 1)
+        best = front(frame["saved"].where(compared), frame["cost"])
+        frame["place"] = [ON_FRONT if at else BEATEN if seen else UNSEEN for at, seen in zip(best, compared, strict=True)]
+        # The options that differ, those first that take the most values: a row has room for a few.
+        keys = {
+            method: sorted(varied(mine["options"]), key=lambda key: -len({one.get(key) for one in mine["options"]}))
+            for method, mine in frame.groupby("method")
+        }
+        for one in frame.to_dict("records"):
+            own_modules = one["run"].record.config["modules"].values()
+            if not keys[one["method"]] and not all(str(of.get("_target_", "")).startswith("quicksilver.") for of in own_modules):
+                keys[one["method"]] = [*one["options"]]  # nobody knows another's defaults: all options are said
+        entries = []
+        for one in frame.to_dict("records"):
+            own_options = ((key.rpartition(".")[2], one["options"].get(key)) for key in keys[one["method"]])
+            said = ", ".join(f"{key}={value}" for key, value in own_options if value is not None)
+            said = str(without_folders(textwrap.shorten(said, _MOST_CHARACTERS, placeholder=" …")))
+            entries.append(Entry(one["run"], one["method"], said, one["place"], far.get(one["setting"])))
+        found.append(Board(model, text, prompt, entries, len(beaten), sum("prompt_speedup_pct" in row for row in beaten)))
+    return sorted(found, key=lambda board: (-len(board.entries), board.model, board.text, board.prompt))
+
+
+def _counts(record: Record, row: Mapping[str, Any]) -> bool:
+    if record.protocol.name != "continuation" or record.execution != "compact" or record.lookahead or record.data.part != "test":
+        return False
+    audit = record.found("audit", AuditResult)
+    return row.get(COST) is not None and (row.get(SAVED) or 0.0) >= _LEAST_PCT and not (audit is not None and audit.leaks)
+
+
+def _windows(run: NamedRecord) -> int:
+    return 0 if run.record is None else run.record.data.windows
+
+
+def _setting(record: Record) -> str:
+    """Model, modules with all options and the user's code, and lengths of prompt and window: all but the text."""
+    model, protocol = record.model, {**encoded(record.protocol), "batch_size": None}
+    own = record.config["modules"], dict(record.identity.sources)
+    return json.dumps([model.weights_digest, model.dtype, protocol, *own], sort_keys=True)
+
+
 # --- charts, drawn by Bokeh in the browser (templates/charts.js) -----------------------------------------------------------------
-
-
 def bokeh_script() -> bytes:
     """BokehJS itself with its drawing functions, one file for the whole site."""
     folder = files("bokeh").joinpath("server", "static", "js")

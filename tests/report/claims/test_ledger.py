@@ -13,19 +13,8 @@ from quicksilver.cli import main as console
 from quicksilver.cli.commands import reproduce
 from quicksilver.records.store import Store
 from quicksilver.report.artefacts import Artefact, Outcome, Row, find
-from quicksilver.report.claims.ledger import (
-    CONTRADICTIONS,
-    SETTING,
-    STATEMENT,
-    TUNED,
-    AnsweredBy,
-    Source,
-    Statement,
-    frame,
-    ledger,
-    standing,
-    told,
-)
+from quicksilver.report.claims import ledger as claims
+from quicksilver.report.claims.ledger import TUNED, AnsweredBy, Source, Statement, frame, ledger, standing, told
 from quicksilver.report.claims.reported import Estimate, contradictions, reported
 from quicksilver.runtime.errors import ConfigError
 
@@ -76,7 +65,7 @@ def halting(tmp_path, quantity: str, **options) -> pd.Series:
 def test_without_records_every_claim_and_contradiction_has_a_row_that_says_why():
     found = frame([])
     expected = {f"{entry.id}.{name}" for entry in reported().values() for name in entry.quantities}
-    assert set(found.loc[found["kind"].isin(("claim", SETTING)), "claim"]) == expected
+    assert set(found.loc[found["kind"].isin(("claim", claims.SETTING)), "claim"]) == expected
     assert set(found.loc[found["kind"] == "conflict", "claim"]) == {f"conflict.{row.id}" for row in contradictions()}
     judged = found[found["kind"] == "claim"]
     assert set(judged["verdict"]) == {"not measured", "not comparable", "by definition"}
@@ -157,10 +146,8 @@ def test_what_is_not_judged_says_why(tmp_path, claim, options, of, verdict, why)
 def test_what_is_true_by_definition_is_not_counted(tmp_path):
     quantized = "table11.isolated.quantization.flops_saved_pct"
     sources = [source(tmp_path, answers={quantized: AnsweredBy("all", "run", by_definition="nothing else")}, saved=0.2)]
-    for claim, why in (
-        ("table11.baseline.speedup_pct", "dense inference itself: zero by definition"),
-        (quantized, "nothing else"),
-    ):
+    zero = "dense inference itself: zero by definition"
+    for claim, why in (("table11.baseline.speedup_pct", zero), (quantized, "nothing else")):
         found = row(sources, claim)
         assert (found["verdict"], found["why"]) == ("by definition", why)
     assert found["measured"] == pytest.approx(20)
@@ -228,7 +215,7 @@ def test_it_is_readable_in_a_terminal(tmp_path):
     assert text.startswith("The claims of arXiv 2506.22396 on reference-gpt2 and python-docs: ")
     settings = [one for one in reported().values() if one.group == "Settings"]
     assert f"Settings: {sum(len(entry.quantities) for entry in settings)} settings" in text
-    for heading in ("Operations and perplexity", "Time", "Energy", "Tasks", "Settings", CONTRADICTIONS):
+    for heading in ("Operations and perplexity", "Time", "Energy", "Tasks", "Settings", claims.CONTRADICTIONS):
         assert heading in text
     line = next(part for part in text.splitlines() if part.lstrip().startswith("table11.isolated.halting.delta_ppl"))
     assert line.split()[1:3] == ["0.12", "+0.66%"]
@@ -250,7 +237,7 @@ def test_a_verdict_is_where_the_interval_lies(ends, fails, verdict):
 def test_the_ledger_has_the_statements_of_the_study_and_does_not_count_them():
     artefact = find("table", "token_halting_claims")
     table = ledger([Source(artefact, [], "make it")])
-    found = table.frame[table.frame["kind"] == STATEMENT]
+    found = table.frame[table.frame["kind"] == claims.STATEMENT]
     assert set(found["panel"]) == {"arXiv 2303.05078 (Ye et al., token halting)"}
     assert artefact.build([], artefact.name).frame["verdict"].tolist() == found["verdict"].tolist()
     assert f"{len(standing(table.frame))} outcomes, each counted once" in table.title
@@ -354,10 +341,8 @@ def test_the_command_runs_nothing_and_writes_the_ledger(table11, capsys):
 def test_some_claims_are_told_with_their_commands_and_records(table11, capsys, prints):
     shown, err = prints("claims", "Table 11.isolated.halting", "c3.percentile", f"results_dir={table11.results}")
     assert "(slower)" not in shown  # nothing was measured
-    assert (
-        f"has no record that answers. The repository's records do: results_dir={Path(reproduce.__file__).parents[3] / 'results'}."
-        in err
-    )
+    kept = Path(reproduce.__file__).parents[3] / "results"
+    assert f"has no record that answers. The repository's records do: results_dir={kept}." in err
     assert "c3.percentile.percentile (Appendix C.3)" in shown
     assert "  repeat     quicksilver reproduce table 11" in shown
     assert "kv_skipping" not in shown.partition("c3.percentile")[0]

@@ -41,27 +41,14 @@ def test_a_narrower_interval_takes_nothing_back_that_was_ruled_out(sense, size, 
     wide = measured(low * size, high * size)
     narrow = measured(*(min(max(share * size, wide.low), wide.high) for share in (first, second)))
     before, after = (judge(sense, claimed(size, rounding), one) for one in (wide, narrow))
-    assert (
-        after
-        in {
-            "reproduced": {"reproduced", "partly"},
-            "partly": {"partly"},
-            "not reproduced": {"not reproduced", "partly"},
-            "undecided": {"reproduced", "partly", "not reproduced", "undecided"},
-        }[before]
-    )
+    # Only of what was undecided anything may come; what was judged is kept, or is partly so.
+    assert before == "undecided" or after in {before, "partly"}
 
 
 @given(senses, sizes, slack, shares, shares, st.floats(0.001, 1000))
 def test_the_unit_does_not_matter(sense, size, rounding, low, high, unit):
-    share = (1 - NEARLY) * (1 - rounding)
-    assume(
-        all(
-            abs(end - edge) > 1e-6
-            for end in (low, high)
-            for edge in (share, 1 - rounding, 1 + rounding, 0.1, 1.9, 0.1 * (1 + rounding), 1.9 * (1 + rounding))
-        )
-    )
+    edges = (1 - rounding, 1 + rounding, 0.1, 1.9, (1 - NEARLY) * (1 - rounding), 0.1 * (1 + rounding), 1.9 * (1 + rounding))
+    assume(all(abs(end - edge) > 1e-6 for end in (low, high) for edge in edges))
     ours = judge(sense, claimed(size, rounding), measured(low * size, high * size))
     assert judge(sense, claimed(size * unit, rounding), measured(low * size * unit, high * size * unit)) == ours
 

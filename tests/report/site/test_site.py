@@ -31,9 +31,8 @@ from quicksilver.report.figure import Figure, panels, style
 from quicksilver.report.reproduction import DEFAULT, VARIANTS
 from quicksilver.report.site import views
 from quicksilver.report.site.collection import Collection, NamedRecord
-from quicksilver.report.site.leaderboard import BEATEN, ON_FRONT, UNSEEN, boards
-from quicksilver.report.site.pages import Site, cell_lines, make, of_paper, prose
-from quicksilver.report.site.views import token_views
+from quicksilver.report.site.pages import Site, _json, cell_lines, make, of_paper, prose
+from quicksilver.report.site.views import BEATEN, ON_FRONT, UNSEEN, boards, token_views
 from quicksilver.report.table import Heading, Panel, PrintedPanel, Table, read, without_folders
 from quicksilver.runs.config import compose
 from quicksilver.runs.jobs import RecordIndex
@@ -71,9 +70,8 @@ def made(tmp_path_factory) -> Path:
         drawing, axes = panels()
         axes[0, 0].plot(range(3))
     shown = frame[["key", "record"]]
-    Figure(
-        "figure99", "Figure 99: shown nowhere", shown, drawing, ("Model: tiny & small.", *notes, "Text: digest 7c304b8e77c0.")
-    ).write(results / "figures")
+    caption = ("Model: tiny & small.", *notes, "Text: digest 7c304b8e77c0.")
+    Figure("figure99", "Figure 99: shown nowhere", shown, drawing, caption).write(results / "figures")
     words = (
         "panel=Table 11|section=|kind=claim|claim=table11.halting.delta_ppl|place=Appendix P|quote=a <b> c|reported=0.12|unit=%"
     )
@@ -202,12 +200,8 @@ def test_many_records_that_nothing_names_have_short_pages_and_a_frame(copy, reco
         page = site[name].decode()
         assert delta in page
         assert "No table or figure names it." in page
-        assert (
-            ("Window by window" in page)
-            == ('class="interval"' in page)
-            == (f"tokens/{share.fingerprint}.html" in site)
-            == is_whole
-        )
+        assert ("Window by window" in page) == ('class="interval"' in page) == is_whole
+        assert (f"tokens/{share.fingerprint}.html" in site) == is_whole
     frame = pd.read_parquet(io.BytesIO(brief["assets/records.parquet"]))
     assert frame.loc[share.fingerprint, "ppl"] == share.quality.ppl
     assert str(copy) not in "".join(map(str, frame.to_numpy().ravel()))
@@ -271,15 +265,13 @@ def test_what_a_page_shows_cannot_end_its_script(made, site, records):
     hostile = {"name": "</script><b>", "values": ["<!--"]}
     page = Site(Collection(made))._page("explorer.html", sweeps=[]).decode()
     assert "</script><b>" not in page
-    environment = Site(Collection(made))._environment
-    assert "<" not in environment.filters["json"](hostile)
-    assert json.loads(environment.filters["json"](hostile)) == hostile
+    assert "<" not in _json(hostile)
+    assert json.loads(_json(hostile)) == hostile
 
 
 def test_scripts_put_text_into_a_page_through_one_tag_that_escapes_it():
-    scripts = {
-        path.name: path.read_text() for path in (files("quicksilver.report.site") / "templates").iterdir() if path.suffix == ".js"
-    }
+    templates = (files("quicksilver.report.site") / "templates").iterdir()
+    scripts = {path.name: path.read_text() for path in templates if path.suffix == ".js"}
     for name, script in scripts.items():
         assert not re.search(r"insertAdjacentHTML|outerHTML|document\.write", script), name
         for value in re.findall(r"innerHTML\s*=\s*(.*)", script):
@@ -304,26 +296,17 @@ def test_vector_graphics_are_shown_where_they_were_written(copy):
 def test_a_board_has_of_each_method_what_no_other_setting_beats_with_its_far_context(records):
     def run(text: str, method: str, saved: float, kl: float, part: str = "test", **other: Any) -> NamedRecord:
         real = records["share"]
-        told = {
-            "protocol": real.protocol,
-            "execution": "compact",
-            "lookahead": (),
-            "config": {"modules": {method: {"save": saved, "kind": "k"}}},
-            "modules": (method,),
-            "found": lambda name, result: None,
-            "identity": SimpleNamespace(sources={}),
-        } | other
+        told = {"execution": "compact", "lookahead": (), "config": {"modules": {method: {"save": saved, "kind": "k"}}}} | other
+        told = {"protocol": real.protocol, "modules": (method,), "identity": SimpleNamespace(sources={})} | told
+        told = {"found": lambda name, result: None} | told
         model = SimpleNamespace(name="m", weights_digest="w", dtype="float32")
         data = SimpleNamespace(name=text, windows=8 if method == "few" else 64, part=part, digest="d")
         record = SimpleNamespace(data=data, model=model, **told)
         return NamedRecord("0" * 20, record, [], row={"prompt_executed_flops_saved_pct": saved, "kl_nats": kl})
 
     best, worse, other = run("docs", "a", 40, 0.1), run("docs", "a", 30, 0.2), run("docs", "b", 20, 0.3)
-    far, nothing, masked = (
-        run("far-recall", "a", 40, 0.5),
-        run("docs", "c", -3, 0.0),
-        run("docs", "d", 60, 0.0, execution="masked"),
-    )
+    far, nothing = run("far-recall", "a", 40, 0.5), run("docs", "c", -3, 0.0)
+    masked = run("docs", "d", 60, 0.0, execution="masked")
     cheap, everywhere = run("docs", "b", 10, 0.01), run("wiki", "a", 1, 1, protocol=ProtocolEntry("all", 64, 0, 1))
     again = run("docs", "a", 40, 0.1)  # of equal settings the timed one
     best.row = {**best.row, "prompt_speedup_pct": 1.0}
@@ -347,13 +330,8 @@ def test_a_board_has_of_each_method_what_no_other_setting_beats_with_its_far_con
     assert board.entries == rows
     assert (board.beaten, board.beaten_timed) == (1, 0)
     assert board.entries[2].time == "+1.0"
-    said = {
-        "method": ["few save=95, kind=k", "b save=10", "a save=40, kind=k", "b save=20"],
-        "saved": [95, 10, 40, 20],
-        "kl": [0, 1, 10, 30],
-        "place": [UNSEEN, ON_FRONT, ON_FRONT, BEATEN],
-    }
-    assert board.chart == said
+    said = {"method": ["few save=95, kind=k", "b save=10", "a save=40, kind=k", "b save=20"], "saved": [95, 10, 40, 20]}
+    assert board.chart == said | {"kl": [0, 1, 10, 30], "place": [UNSEEN, ON_FRONT, ON_FRONT, BEATEN]}
     edited = run("docs", "b", 20, 0.35, identity=SimpleNamespace(sources={"b": "1"}))  # the same options, other code
     assert [entry.run for entry in boards([other, edited])[0].entries] == [other]
     better = run("docs", "b", 25, 0.35, identity=SimpleNamespace(sources={"b": "1"}))
@@ -369,9 +347,8 @@ def test_an_added_record_is_on_the_leaderboard_of_whoever_has_the_repository(cop
     assert console.main(["dev", "keep", f"add=[{added.fingerprint}]", f"results_dir={copy}"]) == 0
     assert f"added {added.fingerprint}: {added.label}" in capsys.readouterr().out
     index = copy / "records" / "answers.json"
-    index.write_text(
-        json.dumps(remembered := RecordIndex(copy).index() | {"answers": {"row": {"fingerprint": added.fingerprint}}})
-    )
+    remembered = RecordIndex(copy).index() | {"answers": {"row": {"fingerprint": added.fingerprint}}}
+    index.write_text(json.dumps(remembered))
     assert console.main(["dev", "keep", f"add=[{added.fingerprint}]", f"results_dir={copy}"]) == 0
     assert json.loads(index.read_text())["answers"].items() >= remembered["answers"].items()
     assert console.main(["dev", "keep", f"results_dir={copy}"]) == 0  # it stays
@@ -416,10 +393,10 @@ def test_a_missing_record_is_named_with_the_command_that_makes_it(copy, records,
 DAMAGED = ({"ppl": "a word"}, {"ppl": None}, {"environment": {}}, {"executed_flops": [1, 2]}, {"model": None})
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    first([({"schema_version": 99}, "schema 99"), (None, "no schema_version"), *((one, "To make it") for one in DAMAGED)], 4),
-)
+FOREIGN = [({"schema_version": 99}, "schema 99"), (None, "no schema_version"), *((one, "To make it") for one in DAMAGED)]
+
+
+@pytest.mark.parametrize(("damage", "said"), first(FOREIGN, 4))
 def test_a_foreign_or_damaged_record_is_named_and_all_others_have_their_pages(copy, records, prints, damage, said):
     record = records["signal.drift"]
     path = copy / "runs" / record.fingerprint / RECORD
@@ -531,9 +508,10 @@ def test_a_hostile_figure_neither_reads_nor_writes_elsewhere(copy, victim, chang
     assert not (copy / "report" / "victim.html").exists()
 
 
-@pytest.mark.parametrize(
-    ("column", "value"), [("record", "../../../victim"), ("artefact", "javascript:alert(1)//"), ("record", "x")]
-)
+HOSTILE = [("record", "../../../victim"), ("artefact", "javascript:alert(1)//"), ("record", "x")]
+
+
+@pytest.mark.parametrize(("column", "value"), HOSTILE)
 def test_a_hostile_ledger_is_named_and_leads_nowhere(copy, victim, column, value):
     frame = pd.DataFrame(read(copy / "claims.json").entries).assign(artefact="table11")
     write_claims(copy, frame.assign(**{column: value}))
@@ -562,12 +540,8 @@ def test_a_record_with_hostile_names_is_no_record(copy, records, victim, entry):
 
 def decoded(view: dict) -> dict:
     """A view with a string for each token, as its script reads it."""
-    strings = {
-        name: coded and [coded["distinct"][place] for place in coded["places"]]
-        for name, coded in view.items()
-        if name in ("states", "bits")
-    }
-    return view | strings
+    found = ((name, view[name]) for name in ("states", "bits"))
+    return view | {name: coded and [coded["distinct"][place] for place in coded["places"]] for name, coded in found}
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import pytest
 
 from quicksilver.cli import main as console
 from quicksilver.cli.arguments import Command
+from quicksilver.cli.commands.dev import candidates
 from quicksilver.cli.commands.look import GROUPS
-from quicksilver.cli.completion import candidates
 from quicksilver.records.store import Store
 from quicksilver.runs.choices import choices
 

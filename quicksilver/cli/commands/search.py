@@ -234,8 +234,7 @@ class Fit(Command):
         arch, dtype = architecture_of(loaded.model), getattr(torch, self.dtype)
         layers = self.layers or list(range(max(1, arch.n_layers // 3), 3 * arch.n_layers // 4 + 1))
         check_source_layers(arch, layers)
-        extra_dirs, _ = searched(self.overrides)
-        text = calibration_half(config, self.text, loaded, "fit", self.windows, continued=self.distill > 0, extra_dirs=extra_dirs)
+        text = calibration_half(config, self.text, loaded, "fit", self.windows, self.overrides, continued=self.distill > 0)
         for dataset, said in text.provenance["texts"].items():
             left_out = f"{said['left_out']} of {said['paragraphs']} paragraphs left out, test text has them too"
             print(f"{dataset}: {said['windows']} windows; {left_out}")
@@ -293,37 +292,23 @@ class Schedule(Command):
         if not self.save or not self.translators:
             asked = "quicksilver schedule save=[0.4,0.5] translators=[FILE] (of `quicksilver fit`)"
             raise ConfigError(f"Give budgets and translators: {asked}.")
-        from quicksilver.modules.staged_halting import shipped_with_schedules
-
-        config = compose(self.overrides)
-        path = Path(self.output) if self.output else schedules_file(config)
-        _output(self.output and str(path.parent), path.parent)
-        self.choose(config, path)
-        print(f"Written: {path}")
-        given = _without_modules(self.overrides)
-        if self.output or config.model.name in shipped_with_schedules():
-            given += f" modules.predicted_kv.schedule={path}"  # no run would look there
-        print("Measure it, beside its null:")
-        for share in self.save:
-            print(f"  quicksilver run {given} protocol=continuation modules=[predicted_kv] modules.predicted_kv.save={share:g}")
-        return 0
-
-    def choose(self, config: RunConfig, path: Path) -> None:
-        """Search every budget, and write what was found to `path`."""
         import yaml
 
         from quicksilver.fitting.schedules import KLToDense, search
         from quicksilver.modules.fitted import Translator, model_digest
+        from quicksilver.modules.staged_halting import shipped_with_schedules
         from quicksilver.runs.context import RunContext
         from quicksilver.runtime.architecture import architecture_of
 
+        config = compose(self.overrides)
+        path = Path(self.output) if self.output else schedules_file(config)
+        _output(self.output and str(path.parent), path.parent)
         loaded = RunContext().model(config)
         arch = architecture_of(loaded.model)
         translators = {file: Translator.load(file) for file in self.translators}
         for translator in translators.values():
             translator.check(arch)
-        extra_dirs, _ = searched(self.overrides)
-        text = calibration_half(config, self.text, loaded, "choose", self.windows, continued=True, extra_dirs=extra_dirs)
+        text = calibration_half(config, self.text, loaded, "choose", self.windows, self.overrides, continued=True)
         judge, schedules = KLToDense(arch, text.ids, config.protocol.prompt_tokens), dict[float, Any]()
         for share in self.save:
             found, pct = search(judge, [*translators.values()], share, progress=_say), percent(share)
@@ -337,6 +322,14 @@ class Schedule(Command):
         }  # fmt: skip
         rule = "chosen by KL to dense on calibration text, by the rule of docs/predicted-kv.md (quicksilver schedule)"
         write_atomically(path, f"# {config.model.name}: {rule}.\n{yaml.safe_dump(content, sort_keys=False)}".encode())
+        print(f"Written: {path}")
+        given = _without_modules(self.overrides)
+        if self.output or config.model.name in shipped_with_schedules():
+            given += f" modules.predicted_kv.schedule={path}"  # no run would look there
+        print("Measure it, beside its null:")
+        for share in self.save:
+            print(f"  quicksilver run {given} protocol=continuation modules=[predicted_kv] modules.predicted_kv.save={share:g}")
+        return 0
 
 
 def _output(given: str | None, otherwise: Path) -> Path:
@@ -371,19 +364,20 @@ def bar(what: str, unit: str = "batch") -> Any:
 
 
 def calibration_half(
-    config: RunConfig, datasets: Sequence[str], loaded: Loaded, half: Half, windows: int | None, *, continued: bool = False,
-    extra_dirs: Sequence[Path] = (),
+    config: RunConfig, datasets: Sequence[str], loaded: Loaded, half: Half, windows: int | None, overrides: Sequence[str] = (),
+    *, continued: bool = False,
 ) -> FitText:  # fmt: skip
     """Windows of one half of these datasets' calibration parts, without what the test part of any dataset at hand has, too.
 
     Args:
+        overrides: of the command; datasets in folders of its `--config-dir` count too.
         continued: each window is a prompt of protocol.prompt_tokens, and tokens after it.
-        extra_dirs: folders of `--config-dir`, whose datasets count too.
     """
     from quicksilver.data.windows import check_context
     from quicksilver.fitting.fit import fit_text
 
     window_tokens, prompt_tokens = config.protocol.window_tokens, config.protocol.prompt_tokens
+    extra_dirs, _ = searched(overrides)
     check_context(loaded.model, window_tokens)
     if continued and prompt_tokens > window_tokens - 2:
         raise ConfigError(

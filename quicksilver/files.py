@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -48,15 +49,15 @@ def write_files(folder: Path, contents: Mapping[str, bytes]) -> list[Path]:
         ConfigError: a name is no plain file name, or a link stands in its place; nothing was written.
         QuickSilverError: the disk is full, or the folder cannot be written; the files before stay.
     """
-    paths = [folder / plain_name(name, "a file to write") for name in contents]
-    for path in paths:
+    files = {folder / plain_name(name, "a file to write"): content for name, content in contents.items()}
+    for path in files:
         refuse_link(path)
-    for path, content in zip(paths, contents.values(), strict=True):
-        try:
+    try:
+        for path, content in files.items():
             write_atomically(path, content, sync=False)
-        except OSError as error:
-            raise cannot_write(folder, error) from error
-    return paths
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    return [*files]
 
 
 def check_writable(key: str, folder: Path) -> None:
@@ -83,20 +84,18 @@ def cannot_write(folder: Path, error: OSError) -> QuickSilverError:
 # --- names that come out of a file ------------------------------------------------------------------------------------------------
 
 
-def plain_name(name: Any, what: str) -> str:
+def plain_name(
+    name: Any, what: str, kind: str = "plain file name (letters, digits, . _ + -)", pattern: str = r"\w[\w.+-]*"
+) -> str:
     """`name`, where it is the name of a file and no path: letters, digits, and . _ + - after the first; else raises ConfigError."""
-    return _matching(r"\w[\w.+-]*", name, what, "plain file name (letters, digits, . _ + -)")
+    if not isinstance(name, str) or not re.fullmatch(pattern, name):
+        raise ConfigError(f"{name!r} as {what}: it is no {kind}.")
+    return name
 
 
 def fingerprint_of(name: Any, what: str = "a record") -> str:
     """`name`, where it is a record's fingerprint, 20 hexadecimal digits; else raises ConfigError."""
-    return _matching(r"[0-9a-f]{20}", name, what, "fingerprint (20 hexadecimal digits)")
-
-
-def _matching(pattern: str, name: Any, what: str, kind: str) -> str:
-    if not isinstance(name, str) or not re.fullmatch(pattern, name):
-        raise ConfigError(f"{name!r} as {what}: it is no {kind}.")
-    return name
+    return plain_name(name, what, "fingerprint (20 hexadecimal digits)", r"[0-9a-f]{20}")
 
 
 def own_path(folder: Path, name: str) -> Path:
@@ -147,7 +146,10 @@ def publish(folder: Path, contents: Mapping[str, bytes]) -> None:
         for name, content in contents.items():
             write_atomically(folder / name, content, sync=False)
         for name in before.keys() - digests.keys():
-            _remove(folder, name, before[name])
+            with suppress(ConfigError):  # a link leads there: it stays
+                path = own_path(folder, name)
+                if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == before[name]:  # as it was written
+                    path.unlink()
         _write_manifest(folder, digests)
     except OSError as error:
         raise cannot_write(folder, error) from error
@@ -163,8 +165,6 @@ def publish_tree(made: Path | str, folder: Path | str) -> None:
 def _manifest(folder: Path) -> dict[str, str]:
     """Path to digest of what an earlier call wrote."""
     refuse_link(folder)
-    if not folder.exists():
-        return {}
     path = folder / MANIFEST
     refuse_link(path)
     remedy = f"Move {folder} away, and run the same command again."
@@ -174,7 +174,7 @@ def _manifest(folder: Path) -> dict[str, str]:
             for part in (*name.split("/"), digest):
                 plain_name(part, f"a part of {name!r}")
     except FileNotFoundError:
-        if any(folder.iterdir()):
+        if folder.exists() and any(folder.iterdir()):
             raise ConfigError(f"{folder} has files and no {MANIFEST} that says they are this command's. {remedy}") from None
         return {}
     except OSError as error:
@@ -187,13 +187,3 @@ def _manifest(folder: Path) -> dict[str, str]:
 def _write_manifest(folder: Path, files: Mapping[str, str]) -> None:
     lines = json.dumps({"schema_version": 1, "files": dict(sorted(files.items()))}, indent=0)
     write_atomically(folder / MANIFEST, lines.encode() + b"\n")
-
-
-def _remove(folder: Path, name: str, digest: str) -> None:
-    """Remove a file as it was written; one that was changed, or that a link leads to, stays."""
-    try:
-        path = own_path(folder, name)
-    except ConfigError:
-        return
-    if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == digest:
-        path.unlink()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -32,7 +33,7 @@ from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.ledger import Flops
 from quicksilver.runtime.module import TokenPolicy
 from quicksilver.runtime.pass_state import TokenState
-from quicksilver.runtime.run import Execution, Run, apply
+from quicksilver.runtime.run import apply
 from quicksilver.runtime.view import LayerView
 
 # Options of HFLM that mean the same here.
@@ -49,15 +50,10 @@ Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, tokens o
 
 @dataclass(frozen=True)
 class Prompt:
-    """One context and what is asked after it.
+    """One context and what is asked after it."""
 
-    Attributes:
-        ids: its tokens, cut on the left where context and continuation do not fit into the model.
-        asked: number of the request, and tokens of its continuation.
-    """
-
-    ids: tuple[int, ...]
-    asked: tuple[tuple[int, tuple[int, ...]], ...]
+    ids: tuple[int, ...]  # cut on the left where context and continuation do not fit into the model
+    asked: tuple[tuple[int, tuple[int, ...]], ...]  # number of the request, and tokens of its continuation
 
 
 @dataclass
@@ -98,12 +94,8 @@ class QuickSilverLM(HFLM):
         config = compose([*_model(pretrained, device, dtype), *_modules(modules), *_overrides(options)])
         place = RunContext()
         self.modules, _ = calibrated_modules(config, place, Store(config.results_dir))
-        self.execution = cast("Execution", config.execution)
-        self.decision_layers = config.decision_layers
-        self.flops = Flops()
-        self.truncated = 0
-        self._run_config = config
-        loaded = place.model(config)
+        self.flops, self.truncated = Flops(), 0
+        self._run_config, loaded = config, place.model(config)
         passed_on = {name: options[name] for name in PASSED_ON if name in options}
         super().__init__(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=int(batch_size or 1), **passed_on)
         self.pretrained = config.model.path
@@ -123,42 +115,37 @@ class QuickSilverLM(HFLM):
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[Answer]:
         answers: dict[int, Answer] = {}
-        bar = tqdm(total=len(requests), disable=disable_tqdm or requests[0][0] is None, desc="loglikelihood requests")
         # The windows of a rolling log-likelihood have no texts, and no prompt: a pass of their own each.
-        numbers = range(len(requests))
-        found = self._windows(requests, numbers) if requests[0][0] is None else self._after_prompts(requests)
-        with torch.no_grad():
+        rolling = requests[0][0] is None
+        found = self._windows(requests, range(len(requests))) if rolling else self._after_prompts(requests)
+        with tqdm(total=len(requests), disable=disable_tqdm or rolling, desc="loglikelihood requests") as bar, torch.no_grad():
             for number, answer in found:
                 answers[number] = answer
                 if (texts := requests[number][0]) is not None:
                     self.cache_hook.add_partial("loglikelihood", texts, answer)
                 bar.update()
-        bar.close()
         return [answers[number] for number in range(len(requests))]
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> torch.Tensor:
-        with self._applied() as run:
-            written = super()._model_generate(context, max_length, stop, **generation_kwargs)
-            self.flops += run.flops
-        return cast("torch.Tensor", written)
+        with self._counted():
+            return cast("torch.Tensor", super()._model_generate(context, max_length, stop, **generation_kwargs))
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes beside its results."""
-        ours = {
-            "modules": self._run_config.modules,
-            "execution": self.execution,
-            "executed_flops": self.flops.executed,
-            "nominal_flops": self.flops.nominal,
-            "truncated_requests": self.truncated,
-        }
+        ours: dict[str, Any] = {"modules": self._run_config.modules, "execution": self._run_config.execution}
+        ours |= {"executed_flops": self.flops.executed, "nominal_flops": self.flops.nominal, "truncated_requests": self.truncated}
         return {**super().get_model_info(), "quicksilver": ours}
 
     # -- continuations of prompts ------------------------------------------------------------------------------------------------
 
-    def _applied(self) -> Run:
-        if not self.modules:
-            return apply(self.model, [_Nothing()])
-        return apply(self.model, self.modules, execution=self.execution, decision_layers=self.decision_layers)
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Within, the model runs under the modules; what it took is added to `flops`."""
+        config = self._run_config
+        options: dict[str, Any] = {"execution": config.execution, "decision_layers": config.decision_layers}
+        with apply(self.model, self.modules or [_Nothing()], **(options if self.modules else {})) as run:
+            yield
+            self.flops += run.flops
 
     def _after_prompts(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
         """Answers by the number of their request."""
@@ -169,10 +156,8 @@ class QuickSilverLM(HFLM):
             yield from self._windows(requests, sorted(alone))
             prompts = [one for one in prompts if one.asked[0][0] not in alone]
         for start in range(0, len(prompts), self.batch_size):
-            batch = prompts[start : start + self.batch_size]
-            with self._applied() as run:
-                yield from self._answers(batch)
-                self.flops += run.flops
+            with self._counted():
+                yield from self._answers(prompts[start : start + self.batch_size])
 
     def _prompts(self, requests: Sequence[Request]) -> list[Prompt]:
         """Every context once, the long ones first."""
@@ -181,23 +166,20 @@ class QuickSilverLM(HFLM):
         for number, (_, context, continuation) in enumerate(requests):
             room = self.max_length + 1 - len(continuation)
             if not continuation or room < 1:
-                raise ConfigError(
-                    f"request {number}: a continuation of {len(continuation)} tokens and a model of {self.max_length}: nothing can be scored."
-                )
+                what = f"a continuation of {len(continuation)} tokens and a model of {self.max_length}"
+                raise ConfigError(f"request {number}: {what}: nothing can be scored.")
             truncated += len(context) > room
             asked.setdefault(tuple(context[-room:]), []).append((number, tuple(continuation)))
         if truncated:
-            _log.warning(
-                "%d of %d contexts were cut on the left to fit into %d tokens.", truncated, len(requests), self.max_length
-            )
+            said = "%d of %d contexts were cut on the left to fit into %d tokens."
+            _log.warning(said, truncated, len(requests), self.max_length)
             self.truncated += truncated
         return sorted((Prompt(ids, tuple(which)) for ids, which in asked.items()), key=lambda one: (-len(one.ids), one.ids))
 
     def _answers(self, batch: Sequence[Prompt]) -> Iterator[tuple[int, Answer]]:
         """Answers to all requests of a few prompts, which are computed together, padded on the left."""
-        ids = pad_sequence([torch.tensor(one.ids) for one in batch], batch_first=True, padding_side="left").to(
-            self.device
-        )  # (B, N)
+        prompts = [torch.tensor(one.ids) for one in batch]
+        ids = pad_sequence(prompts, batch_first=True, padding_side="left").to(self.device)  # (B, N)
         given = torch.tensor([len(one.ids) for one in batch])[:, None]
         mask = (torch.arange(ids.shape[1])[None] >= ids.shape[1] - given).long().to(self.device)
         # Positions are given where there is padding: some models would count it.
@@ -239,13 +221,11 @@ class QuickSilverLM(HFLM):
         texts = {n: (requests[n][1] + requests[n][2])[-(self.max_length + 1) :] for n in numbers}
         ordered = sorted(numbers, key=lambda n: (-len(texts[n]), n))
         groups = [list(one) for _, one in groupby(ordered, lambda n: len(texts[n]))] if self.modules else [ordered]
-        for some in (
-            group[start : start + self.batch_size] for group in groups for start in range(0, len(group), self.batch_size)
-        ):
+        size = self.batch_size
+        for some in (group[start : start + size] for group in groups for start in range(0, len(group), size)):
             tokens = pad_sequence([torch.tensor(texts[n]) for n in some], batch_first=True).to(self.device)  # (R, N)
-            with self._applied() as run:
+            with self._counted():
                 logits = self.model(tokens[:, :-1], use_cache=False).logits  # (R, N-1, V)
-                self.flops += run.flops
             for place, number in enumerate(some):
                 end, scored = len(texts[number]) - 1, requests[number][2]
                 yield number, _answer(_log_probabilities(logits[place, end - len(scored) : end]), scored)
@@ -273,10 +253,8 @@ def _model(pretrained: str, device: str | None, dtype: str | None) -> list[str]:
     """Overrides that select a model."""
     if not isinstance(pretrained, str) or not pretrained.strip():
         raise ConfigError(f"pretrained={pretrained!r}: give the name of a model, a folder or a hub id.")
-    if pretrained in choices("model"):
-        found = [f"model={pretrained}"]
-    else:
-        found = ["model=folder", f"model.name={Path(pretrained).name}", f"model.path={pretrained}"]
+    found = ["model=folder", f"model.name={Path(pretrained).name}", f"model.path={pretrained}"]
+    found = [f"model={pretrained}"] if pretrained in choices("model") else found
     found += [f"model.device_map={device}"] if device else []
     return [*found, *([f"model.dtype={dtype}"] if dtype and dtype != "auto" else [])]
 

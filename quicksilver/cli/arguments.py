@@ -17,12 +17,7 @@ from quicksilver.runtime.options import Options, Positive
 
 
 def key(shape: str, said: str, default: Any = None, *, factory: Callable[[], Any] | None = None, name: str | None = None) -> Any:
-    """A key of a command: `name=shape` and what it says stand in the help.
-
-    Args:
-        factory: makes the default, where it is a list or depends on the environment.
-        name: what is typed, where it is not the field's name.
-    """
+    """A key of a command: `name=shape` and what it says stand in the help. What is typed is `name`, where it is not the field's."""
     about = {"shape": shape, "said": said, "name": name}
     return field(default=default, metadata=about) if factory is None else field(default_factory=factory, metadata=about)
 
@@ -31,21 +26,16 @@ def key(shape: str, said: str, default: Any = None, *, factory: Callable[[], Any
 class Command(Options):
     """A command: the docstring is its help, the fields are its keys, and `main` does what was asked for.
 
-    Attributes:
-        takes: words that are no key of its own: `keys`, none; `run`, keys of a run, which are checked; `all`, whatever there is.
-        most_names: how many words that are no key=value it takes.
-        own_help: `main` answers --help.
-        names, overrides: the words that were given of the two kinds.
-
     Raises:
         ConfigError: a value of another type, or out of range.
     """
 
+    # Words that are no key of its own: `keys`, none; `run`, keys of a run, which are checked; `all`, whatever there is.
     takes: ClassVar[Literal["keys", "run", "all"]] = "keys"
-    most_names: ClassVar[int] = 0
-    own_help: ClassVar[bool] = False
-    names: list[str] = field(init=False, default_factory=list)
-    overrides: list[str] = field(init=False, default_factory=list)
+    most_names: ClassVar[int] = 0  # how many words that are no key=value it takes
+    own_help: ClassVar[bool] = False  # `main` answers --help
+    names: list[str] = field(init=False, default_factory=list)  # given words without =
+    overrides: list[str] = field(init=False, default_factory=list)  # all others
 
     def main(self) -> int:
         """Do it; returns the exit code.
@@ -83,39 +73,47 @@ class Command(Options):
                 given[own[name].name] = _read(own[name], word)
             elif not equals and word[:1] not in ("-", "~", "") and len(names) < cls.most_names:
                 names.append(word)
-            elif cls.takes != "all" and not (cls.takes == "run" and _is_of_a_run(word)):
-                raise ConfigError(cls._refusal(word, command))
+            elif cls.takes == "all" or ((equals or word.startswith("~")) and first_part(word) in cls._run_keys()):
+                overrides.append(word)  # composing says what it means, or what is wrong with it
             else:
-                overrides.append(word)
+                raise ConfigError(cls._refusal(word, command))
         made = cls(**given)
         made.names, made.overrides = names, overrides
         return made
 
     @classmethod
+    def _run_keys(cls) -> list[str]:
+        """The first parts of the keys that a run has, where the command takes them."""
+        if cls.takes != "run":
+            return []
+        from quicksilver.runs.choices import GROUPS
+        from quicksilver.runs.config import RunConfig
+
+        return list(dict.fromkeys([*GROUPS, *(one.name for one in dataclasses.fields(RunConfig)), "hydra"]))
+
+    @classmethod
     def _refusal(cls, word: str, command: str) -> str:
         name, equals, _ = word.partition("=")
-        takes = [f"{one}={about.metadata['shape']}" for one, about in cls.own_keys().items()]
-        known = [*cls.own_keys(), *(run_keys() if cls.takes == "run" else ())]
-        close = difflib.get_close_matches(first_part(name), known, n=2) if equals else []
+        takes, run_keys = [cls._typed(one) for one in cls.own_keys()], cls._run_keys()
+        close = difflib.get_close_matches(first_part(name), [*cls.own_keys(), *run_keys], n=2) if equals else []
         hint = f" Did you mean {' or '.join(close)}?" if close else ""
-        if cls.takes == "run":
-            takes.append(f"the keys of a run: {', '.join(one for one in run_keys() if one != 'hydra')}")
+        takes += [f"the keys of a run: {', '.join(one for one in run_keys if one != 'hydra')}"] if run_keys else []
         what = "there is no such key" if equals else f"{word!r} is not key=value"
         return f"{word}: {what}.{hint} {command} takes {', '.join(takes) or 'no key'}."
 
     @classmethod
+    def _typed(cls, name: str) -> str:
+        return f"{name}={cls.own_keys()[name].metadata['shape']}"
+
+    @classmethod
     def help(cls) -> str:
         """What `--help` says below the first line."""
-        lines = [inspect.cleandoc(cls.__doc__ or "")]
-        if cls.own_keys():
-            lines += ["", "Keys of its own:"]
-        for name, one in cls.own_keys().items():
-            typed = f"{name}={one.metadata['shape']}"
-            lines.append(f"  {typed:<19} {one.metadata['said']}")
+        lines, own = [inspect.cleandoc(cls.__doc__ or "")], cls.own_keys()
+        lines += ["", "Keys of its own:"] if own else []
+        lines += [f"  {cls._typed(name):<19} {one.metadata['said']}" for name, one in own.items()]
         if cls.takes == "run":
-            lines.append(
-                f"{'All others' if cls.own_keys() else 'Keys'} are those of `quicksilver run`: model, dataset, data.root, results_dir …"
-            )
+            others = "All others" if own else "Keys"
+            lines.append(f"{others} are those of `quicksilver run`: model, dataset, data.root, results_dir …")
         return "\n".join(lines)
 
 
@@ -136,11 +134,7 @@ class ResultsFolder(Command):
 
 @dataclass
 class MakesRuns(Command):
-    """A command that makes runs.
-
-    Attributes:
-        workers: of a sweep: processes at once, of a launcher that has several; None: as the launcher's yaml says.
-    """
+    """A command that makes runs."""
 
     plan: bool = key("true", "only say what would run, and how long it would take on this machine (docs/recipes.md)", False)
     yes: bool = key("true", "start what is said to take more than an hour", False)
@@ -149,25 +143,11 @@ class MakesRuns(Command):
 
 @dataclass
 class SweepOptions(MakesRuns):
-    """Keys of `quicksilver run` that are no part of a run.
-
-    Attributes:
-        name: of the sweep; None: of its experiment, and what only the same runs get.
-        limit: make no more than so many runs that have no record; the others wait for the same command without it.
-        shard: workers share the windows of each run. Without it they do so once no run is free.
-    """
+    """Keys of `quicksilver run` that are no part of a run. Without `shard`, workers share windows once no run is free."""
 
     name: str | None = key("NAME", "of a sweep; default: that of its experiment")
     limit: Positive | None = key("20", "of a sweep: make no more than so many runs that have no record")
     shard: bool = key("true", "of a sweep: workers share the windows of each run, so that the first ends soonest", False)
-
-
-def run_keys() -> list[str]:
-    """The first parts of the keys that a run has."""
-    from quicksilver.runs.choices import GROUPS
-    from quicksilver.runs.config import RunConfig
-
-    return list(dict.fromkeys([*GROUPS, *(one.name for one in dataclasses.fields(RunConfig)), "hydra"]))
 
 
 def first_part(name: str) -> str:
@@ -195,11 +175,6 @@ def searching(words: Sequence[str]) -> list[str]:
     return found
 
 
-def _is_of_a_run(word: str) -> bool:
-    """Whether composing will say what the word means, or what is wrong with it."""
-    return ("=" in word or word.startswith("~")) and first_part(word) in run_keys()
-
-
 def _read(about: dataclasses.Field[Any], word: str) -> Any:
     """The value in `word`, as yaml has it; a list may be given as its only entry: `save=0.3`, `save=[0.2,0.4]`."""
     from omegaconf import OmegaConf
@@ -216,8 +191,7 @@ def _read(about: dataclasses.Field[Any], word: str) -> Any:
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"{word} cannot be read: {str(error).splitlines()[0]}.") from error
     value = read["value"]
-    if kind.startswith("list["):
-        value = value if isinstance(value, list) else [value]
-    if kind == "list[str]":
-        value = [str(one) if isinstance(one, int | float) else one for one in value]
-    return value
+    if not kind.startswith("list["):
+        return value
+    listed = value if isinstance(value, list) else [value]
+    return [str(one) if kind == "list[str]" and isinstance(one, int | float) else one for one in listed]

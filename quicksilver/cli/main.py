@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -63,8 +63,8 @@ def load(name: str) -> type[Command]:
     """The class of a command."""
     if name not in COMMANDS:
         known = [one for one in COMMANDS if one.startswith("dev ") == (name.split()[0] == "dev")]
-        close = difflib.get_close_matches(name, known, n=2)
-        hint = f"Did you mean {' or '.join(close)}? " if close else ""
+        close = " or ".join(difflib.get_close_matches(name, known, n=2))
+        hint = f"Did you mean {close}? " if close else ""
         raise ConfigError(f"There is no command {name}. {hint}Commands: {', '.join(known)}.")
     file, _, cls = COMMANDS[name][0].partition(".")
     found: type[Command] = getattr(importlib.import_module(f"quicksilver.cli.commands.{file}"), cls)
@@ -87,51 +87,37 @@ def usage(below: str = "") -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command that `words` (default: those of the command line) name; returns the exit code."""
-    words = list(sys.argv[1:] if words is None else words)
-    return _guarded(lambda: _dispatch(words))
+    given = list(sys.argv[1:] if words is None else words)
+    return _guarded(lambda: _dispatch(given))
 
 
 def _dispatch(words: list[str]) -> int:
-    if words[:1] in ([], ["-h"], ["--help"], ["help"]):
-        print(usage())
-        return 0 if words else 2
-    if words[0] in ("-V", "--version"):
+    if words[:1] in (["-V"], ["--version"]):
         print(f"quicksilver {__version__}")
         return 0
-    if words[0] == "dev" and (words[1:2] or ["--help"])[0] in ("-h", "--help"):
-        print(usage("dev"))
-        return 0 if words[1:] else 2
-    depth = 2 if words[0] == "dev" else 1
+    depth = 2 if words[:1] == ["dev"] else 1
+    if (words[depth - 1 :] or ["--help"])[0] in ("-h", "--help", "help"):
+        print(usage("dev" if depth == 2 else ""))
+        return 0 if words[depth - 1 :] else 2
     name, rest = " ".join(words[:depth]), words[depth:]
     command = load(name)
     if not command.own_help and {"-h", "--help"} & set(rest):
         print(help_of(name))
         return 0
-    if name == "run" and ("model.parallel=tensor" in rest or not {"-m", "--multirun"} & set(rest)):
-        if os.environ.get("RANK", "0") != "0":
-            return _quiet_on_other_ranks(lambda: command.parsed(rest, f"quicksilver {name}").main())
-    else:
-        _refuse_torchrun()
-    return command.parsed(rest, f"quicksilver {name}").main()
-
-
-def _quiet_on_other_ranks(command: Callable[[], int]) -> int:
-    """A run that several processes make speaks through the first of them; what is wrong with it, all of them find."""
-    try:
-        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-            return command()
-    except (ConfigError, UnsupportedModelError):
-        return 2
-
-
-def _refuse_torchrun() -> None:
-    """Each of its processes would make the same runs, and wait for the others."""
+    together = name == "run" and ("model.parallel=tensor" in rest or not {"-m", "--multirun"} & set(rest))
     processes = os.environ.get("WORLD_SIZE", "1")
-    if "TORCHELASTIC_RUN_ID" in os.environ and processes != "1":
+    if not together and "TORCHELASTIC_RUN_ID" in os.environ and processes != "1":
         raise ConfigError(
             f"torchrun started {processes} processes, and each would make the same runs: start quicksilver by itself. They share the windows "
             "of one run (`run` without -m). A sweep (-m) whose model is cut among them has model.parallel=tensor."
         )
+    if not together or os.environ.get("RANK", "0") == "0":
+        return command.parsed(rest, f"quicksilver {name}").main()
+    try:  # The first process speaks. What is wrong with the run, all of them find.
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+            return command.parsed(rest, f"quicksilver {name}").main()
+    except (ConfigError, UnsupportedModelError):
+        return 2
 
 
 def _guarded(command: Callable[[], int]) -> int:
@@ -141,18 +127,13 @@ def _guarded(command: Callable[[], int]) -> int:
             code = command()
             sys.stdout.flush()
         return code
-    except ConfigError as error:
-        say(str(error))
-        return 2
     except QuickSilverError as error:
         say(str(error))
-        return 1
-    except KeyboardInterrupt:
-        say("Interrupted. Finished records are kept: the same command goes on from here.")
-        return 130
-    except Terminated:
-        say("Terminated. Finished records are kept: the same command goes on from here.")
-        return 143
+        return 2 if isinstance(error, ConfigError) else 1
+    except (KeyboardInterrupt, Terminated) as stop:
+        said, code = ("Terminated", 143) if isinstance(stop, Terminated) else ("Interrupted", 130)
+        say(f"{said}. Finished records are kept: the same command goes on from here.")
+        return code
     except BrokenPipeError:
         # `quicksilver list | head`: the reader has seen enough. Python would complain once more when it flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -163,9 +144,9 @@ def _guarded(command: Callable[[], int]) -> int:
         say(f"{error.filename}: {error.strerror}. Finished records are kept: mend it, and the same command goes on from here.")
         return 1
     except Exception as error:
-        if (said := fault_of_own_file(error)) is None:
+        if (fault := fault_of_own_file(error)) is None:
             raise
-        say(said)
+        say(fault)
         return 1
 
 
@@ -189,15 +170,14 @@ def _terminated_like_an_exception() -> Iterator[None]:
     def stop(_number: int, _frame: FrameType | None) -> None:
         raise Terminated
 
-    try:
+    before = None
+    with suppress(ValueError):  # not the main thread: its owner decides
         before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not the main thread: its owner decides
-        yield
-        return
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 def say(message: str) -> None:

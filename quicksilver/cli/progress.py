@@ -19,11 +19,17 @@ if TYPE_CHECKING:
     from quicksilver.measure.measurement import Result
     from quicksilver.records.identity import Ledger
     from quicksilver.records.record import Record
+    from quicksilver.records.stats import PairedInterval
     from quicksilver.runs.jobs import Job
     from quicksilver.runs.run import Planned, Progress
 
 
 SAYS_EVERY_S = 60.0  # in a log
+
+
+def log(line: str) -> None:
+    """A line of progress, on stderr."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def width() -> int | None:
@@ -48,11 +54,10 @@ def show_fault(error: Exception) -> None:
 
     if isinstance(error, NotMirrored):
         say(str(error))
+    elif (said := fault_of_own_file(error)) is not None and not isinstance(error, QuickSilverError):
+        say(said)
     elif not isinstance(error, QuickSilverError):
-        if (said := fault_of_own_file(error)) is not None:
-            say(said)
-        else:
-            traceback.print_exception(error)
+        traceback.print_exception(error)
 
 
 @contextmanager
@@ -94,7 +99,7 @@ def progress_bar() -> Iterator[Callable[[Progress], None]]:
         if not sys.stderr.isatty():
             if time.monotonic() - said >= SAYS_EVERY_S:
                 said = time.monotonic()
-                print(f"{progress.label}: {how_far(vars(progress))}", file=sys.stderr, flush=True)
+                log(f"{progress.label}: {how_far(vars(progress))}")
             return
         if bar is None:
             shape = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
@@ -117,19 +122,15 @@ def watched(steps: Sequence[Planned]) -> Iterator[Callable[[Progress], None]]:
 
     if missing := [step for step in steps if not step.done]:
         there, reused = len(steps) - len(missing), sum(step.reuses_quality for step in missing)
-        runs = f"{len(steps)} run{'s' * (len(steps) != 1)}"
-        checks = (
-            f" {reused} of these take{'s' * (reused == 1)} the repository's quality after some windows are measured again; records=own measures all."
-            if reused
-            else ""
-        )
-        print(
-            f"This needs {runs}: {there} {'was' if there == 1 else 'were'} made before, {len(missing)} must be made.{checks}",
-            file=sys.stderr,
-            flush=True,
-        )
-    announced: set[int] = set()
-    started = time.monotonic()
+        line = f"This needs {len(steps)} run{'s' * (len(steps) != 1)}: {there} {'was' if there == 1 else 'were'} made before, "
+        line += f"{len(missing)} must be made."
+        if reused:
+            line += (
+                f" {reused} of these take{'s' * (reused == 1)} the repository's quality after some windows are measured again; "
+            )
+            line += "records=own measures all."
+        log(line)
+    announced, started = set[int](), time.monotonic()
     with progress_bar() as bar:
 
         def show(progress: Progress) -> None:
@@ -138,7 +139,7 @@ def watched(steps: Sequence[Planned]) -> Iterator[Callable[[Progress], None]]:
                 announced.add(progress.run)
                 done, spent_s = progress.fraction, time.monotonic() - started
                 left = f", about {duration(spent_s * (1 - done) / done)} left" if done > 0 else ""
-                print(f"[{progress.run + 1}/{progress.runs}] {progress.label}{left}", file=sys.stderr, flush=True)
+                log(f"[{progress.run + 1}/{progress.runs}] {progress.label}{left}")
 
         yield show
 
@@ -155,22 +156,8 @@ def counted(total: int, what: str) -> Iterator[Callable[[], None]]:
 _SAID_APART = ("quality", "null_control", "latency", "flops")
 
 
-def _further(record: Record, known: Mapping[str, type[Result]]) -> dict[str, type[Result]]:
-    """What other measurements found, a user's own among them; not what no class at hand can read, nor times of simulated products."""
-    from quicksilver.runs.parts import is_on, measurement_class
-
-    found: dict[str, type[Result]] = {}
-    for name, entry in record.config["measure"].items():
-        if name in (*_SAID_APART, *known) or not is_on(name, entry):
-            continue
-        with suppress(ConfigError):
-            if not ((made := measurement_class(name, entry)).timed and record.simulated) and (result := made.result_class()):
-                found[name] = result
-    return found
-
-
-def summary(record: Record) -> str:
-    """What a person wants to know of one record; everything else is in its folder."""
+def _found_in(record: Record) -> dict[str, Result]:
+    """What measurements found, a user's own last; not what no class at hand can read, nor what float products say of quantised ones."""
     from quicksilver.measure.audit import AuditResult
     from quicksilver.measure.components import ComponentsResult
     from quicksilver.measure.deployment import DeploymentResult
@@ -178,7 +165,22 @@ def summary(record: Record) -> str:
     from quicksilver.measure.latency import DevicesResult
     from quicksilver.measure.memory import MemoryResult
     from quicksilver.measure.task import TaskResult
+    from quicksilver.runs.parts import is_on, measurement_class
 
+    results: dict[str, type[Result]] = {"audit": AuditResult, "task": TaskResult, "memory": MemoryResult}
+    if not record.simulated:
+        results |= {"emissions": EmissionsResult, "components": ComponentsResult, "energy": EnergyResult}
+        results |= {"deployment": DeploymentResult, "devices": DevicesResult}
+    for name, entry in record.config["measure"].items():
+        if name not in (*_SAID_APART, *results) and is_on(name, entry):
+            with suppress(ConfigError):
+                if not ((made := measurement_class(name, entry)).timed and record.simulated) and (result := made.result_class()):
+                    results[name] = result
+    return {name: found for name, result in results.items() if (found := record.found(name, result))}
+
+
+def summary(record: Record) -> str:
+    """What a person wants to know of one record; everything else is in its folder."""
     data, quality = record.data, record.quality
     per_byte = "" if quality.bits_per_byte is None else f", {quality.bits_per_byte:.4g} bits per byte"
     lines = [
@@ -192,36 +194,20 @@ def summary(record: Record) -> str:
         )
     if record.dense is not None:
         lines += _against_dense(record)
-    results: dict[str, type[Result]] = {
-        "audit": AuditResult, "task": TaskResult, "memory": MemoryResult, "emissions": EmissionsResult, "components": ComponentsResult, "energy": EnergyResult,
-        "deployment": DeploymentResult, "devices": DevicesResult,
-    }  # fmt: skip
-    if record.simulated:  # float products stand in for quantised ones
-        results = {name: results[name] for name in ("audit", "task", "memory")}
-    results |= _further(record, results)
-    lines += [
-        f"  {name:<12} {line}"
-        for name, result in results.items()
-        if (found := record.found(name, result)) and (line := found.line())
-    ]
-    audit = record.found("audit", AuditResult)
-    if audit is not None and audit.leaks and not record.lookahead:
-        also = (
-            ""
-            if record.protocol.name == "continuation"
-            else " Set its `causal = False`, and measure it under protocol=continuation."
-        )
+    results, care = _found_in(record), list[str]()
+    lines += [f"  {name:<12} {line}" for name, found in results.items() if (line := found.line())]
+    if getattr(results.get("audit"), "leaks", False) and not record.lookahead:
         what = "looks ahead, or decides by something else than the tokens: later tokens moved earlier logits."
-        lines.append(f"  care         {'+'.join(record.config['modules'])} {what}{also}")
+        also = " Set its `causal = False`, and measure it under protocol=continuation."
+        also = "" if record.protocol.name == "continuation" else also
+        care.append(f"{'+'.join(record.config['modules'])} {what}{also}")
     saved_pct, kl = record.flops_saved_pct("nominal"), quality.kl_nats
     charged_pct = record.flops_saved_pct("paper") or 0.0  # fewer bits are charged less by the paper's formula alone
     if record.dense is not None and quality.ppl == record.dense.ppl and saved_pct == 0:
-        lines.append("  care         nothing was decided: perplexity and operations are exactly those of dense inference.")
+        care.append("nothing was decided: perplexity and operations are exactly those of dense inference.")
     elif saved_pct is not None and 0 <= saved_pct < 0.5 and charged_pct < 0.5 and kl is not None and kl < 0.001:
-        lines.append(
-            "  care         hardly anything was decided: nearly the result of dense inference. Sweep the option that decides."
-        )
-    lines += [f"  care         {warning}" for warning in record.timing_warnings]
+        care.append("hardly anything was decided: nearly the result of dense inference. Sweep the option that decides.")
+    lines += [f"  care         {said}" for said in (*care, *record.timing_warnings)]
     kept = f"{record.fingerprint}, one of the repository's in {record.path.parent}"
     lines.append(f"  record       {kept if record.is_kept else record.path}")
     return "\n".join(lines)
@@ -234,49 +220,49 @@ def _against_dense(record: Record) -> list[str]:
     lines = [_difference("against dense", "", record)]
     if record.found("null", NullResult) is not None:
         lines += [_difference("its null", "null_", record), *_versus_null(record)]
-    prompt = record.protocol.name == "continuation"
-    for title, phase, of in (
-        (("FLOPs saved", "prompt_", " of the prompt"), ("", "", " of all tokens")) if prompt else (("FLOPs saved", "", ""),)
-    ):
+    modules, prompt = record.config["modules"], record.protocol.name == "continuation"
+    both = (("FLOPs saved", "prompt_", " of the prompt"), ("", "", " of all tokens"))
+    for title, phase, of in both if prompt else (("FLOPs saved", "", ""),):
         ledgers = {name: record.flops_saved_pct(f"{phase}{name}") for name in ("executed", "nominal", "paper")}
         lines.append(f"  {title:<12} {', '.join(f'{name} {pct:.1f}%' for name, pct in ledgers.items() if pct is not None)}{of}")
-    saved_pct = record.flops_saved_pct("prompt_executed") if prompt else None
     if record.acts_on_scored:
         kept = {"causal": "false", "protect_last": "1"}  # of a method of the user's, and of the paper's halting
-        keys = (
-            f"modules.{name}.{key}={kept[key]}" for name, one in record.config["modules"].items() for key in kept if key in one
-        )
+        keys = (f"modules.{name}.{key}={kept[key]}" for name, one in modules.items() for key in kept if key in one)
         remedy = f" {key} keeps it in the prompt" if (key := next(keys, "")) else ""
         lines.append(f"  acts on      prompt and scored tokens: perplexity pays for both.{remedy}")
     elif record.acts_on_scored is not None and record.flops_saved_pct("prompt_paper"):
         lines.append("  acts on      the prompt only")
-    name, entry = next(iter(record.config["modules"].items()), ("", None))
-    asked = entry.get("save") if isinstance(entry, Mapping) and len(record.config["modules"]) == 1 else None
+    saved_pct = record.flops_saved_pct("prompt_executed") if prompt else None
+    name, entry = next(iter(modules.items()), ("", None))
+    asked = entry.get("save") if isinstance(entry, Mapping) and len(modules) == 1 else None
     if isinstance(asked, float) and saved_pct is not None and 100 * asked - saved_pct > 2:
         those = f"those of {record.protocol.prompt_tokens} tokens save {saved_pct:.1f}%"
         lines.append(f"  care         modules.{name}.save={asked:g} was chosen for other prompts: {those}")
-    latency = record.found("latency", LatencyResult)
-    if latency is not None:
+    if (latency := record.found("latency", LatencyResult)) is not None:
         around = record.environment
         said = "simulated: no time, because quantised products are computed in float" if record.simulated else latency.line()
-        lines.append(f"  latency      {said}")
-        lines.append(f"               on {around.gpu or around.cpu}, {around.threads} thread{'s' * (around.threads != 1)}")
+        where = f"{around.gpu or around.cpu}, {around.threads} thread{'s' * (around.threads != 1)}"
+        lines += [f"  latency      {said}", f"  {'':<12} on {where}"]
     return lines
 
 
 def _difference(name: str, column: str, record: Record) -> str:
     """Perplexity against dense, and how far the distributions lie apart; column: what its columns begin with."""
     from quicksilver.records.stats import MIN_WINDOWS, paired_perplexity
-    from quicksilver.report.table import signed
 
     frame = record.windows
     tokens, kl = frame["tokens"], f"{column}kl_nats"
     far = f", KL {(frame[kl] * tokens).sum() / tokens.sum():.3g} nats a token" if kl in frame else ""
     if len(frame) < MIN_WINDOWS:
         return f"  {name:<12} no interval from {len(frame)} windows (at least {MIN_WINDOWS}: dataset.windows){far}"
-    paired = paired_perplexity(frame[f"{column}nll_nats"], tokens, frame["dense_nll_nats"])
-    low, high = paired.relative_pct_low, paired.relative_pct_high
-    return f"  {name:<12} {signed(paired.relative_pct, 2)}% perplexity [{signed(low, 2)}, {signed(high, 2)}]{far}"
+    return f"  {name:<12} {_interval(paired_perplexity(frame[f'{column}nll_nats'], tokens, frame['dense_nll_nats']))}{far}"
+
+
+def _interval(paired: PairedInterval) -> str:
+    from quicksilver.report.table import signed
+
+    shown = (signed(pct, 2) for pct in (paired.relative_pct, paired.relative_pct_low, paired.relative_pct_high))
+    return "{}% perplexity [{}, {}]".format(*shown)
 
 
 def _versus_null(record: Record) -> Iterator[str]:
@@ -284,19 +270,16 @@ def _versus_null(record: Record) -> Iterator[str]:
     from quicksilver.records.stats import MIN_WINDOWS
 
     frame = record.windows
-    if len(frame) < MIN_WINDOWS:
-        return
-    if (frame["nll_nats"] == frame["null_nll_nats"]).all():
+    if len(frame) >= MIN_WINDOWS and (frame["nll_nats"] == frame["null_nll_nats"]).all():
         yield "  to its null  equal: both chose the same tokens, so this null tells nothing"
-        return
-
-    yield from _versus("to its null", record, record, "null_")
+    elif len(frame) >= MIN_WINDOWS:
+        yield from _versus("to its null", record, record, "null_")
 
 
 def _versus(name: str, record: Record, other: Record, column: str = "") -> Iterator[str]:
     """Perplexity and KL of a record against another's on the same windows; column: what the other's columns begin with."""
     from quicksilver.records.stats import bootstrap, mean, paired_records, pairs_of, sign_flip_p
-    from quicksilver.report.table import FALSE_DISCOVERIES, signed
+    from quicksilver.report.table import FALSE_DISCOVERIES
 
     def said(low: float, high: float, differences: Any) -> str:
         if low * high <= 0:
@@ -307,8 +290,8 @@ def _versus(name: str, record: Record, other: Record, column: str = "") -> Itera
 
     nll, _, other_nll, _ = pairs_of(record, other, "nll_nats", f"{column}nll_nats")
     paired = paired_records(record, other, baseline_column=f"{column}nll_nats")
-    low, high = paired.relative_pct_low, paired.relative_pct_high
-    yield f"  {name:<12} {signed(paired.relative_pct, 2)}% perplexity [{signed(low, 2)}, {signed(high, 2)}]: {said(low, high, nll - other_nll)}"
+    judged = said(paired.relative_pct_low, paired.relative_pct_high, nll - other_nll)
+    yield f"  {name:<12} {_interval(paired)}: {judged}"
     if "kl_nats" in record.windows and f"{column}kl_nats" in other.windows:
         ours, _, theirs, _ = pairs_of(record, other, "kl_nats", f"{column}kl_nats")
         kl = bootstrap(mean, ours - theirs)

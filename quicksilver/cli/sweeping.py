@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from quicksilver.cli.arguments import SweepOptions
 from quicksilver.cli.main import Terminated, say
-from quicksilver.cli.progress import SAYS_EVERY_S, gc_disabled, progress_bar, show_fault, summary, width
+from quicksilver.cli.progress import SAYS_EVERY_S, gc_disabled, log, progress_bar, show_fault, summary, width
 from quicksilver.models import parallel
 from quicksilver.models.loading import check_fits
 from quicksilver.models.spec import ModelConfig
@@ -49,6 +49,7 @@ _ALIKE = 3  # failures of one kind in a row end a sweep
 _FAILURES = 5  # of drawn runs end one start
 _AGAIN = 50  # draws in a row of runs that are there, too
 PlanOf = Callable[[SweepRun], Plan]
+Words = tuple[str, ...]
 
 
 def is_sweep(overrides: Sequence[str], extra_dirs: Sequence[Path]) -> bool:
@@ -79,10 +80,8 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
             composed = compose_runs(overrides, settings, extra_dirs, asked.yes)
         first = composed.configs[0]
         check_shared(composed.configs if asked.shard else (), "shard=true")
-        if parallel.processes() > 1:
-            _join(composed)
-            if parallel.rank() > 0:
-                return _follow(composed)
+        if parallel.processes() > 1 and _joined(composed):
+            return 0
         experiment = next((word.partition("=")[2] for word in overrides if word.startswith("experiment=")), None)
         manifest = Manifest(
             asked.name or default_name(composed.runs, experiment), ("-m", *overrides), tuple(composed.runs),
@@ -100,14 +99,13 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
         print(f"\n{board.text(width())}", flush=True)
         _say_hint(board, first)
         if failed := states.count("failed"):
-            run_or_runs = "One run of this sweep" if failed == 1 else f"{failed} runs of this sweep"
-            say(f"{run_or_runs} failed (above). The others have their records; the same command repeats only what failed.")
+            runs = "One run" if failed == 1 else f"{failed} runs"
+            say(f"{runs} of this sweep failed (above). The others have their records; the same command repeats only what failed.")
             if composed.errors:
                 say("Where a value was wrong: correct it, and give the sweep another name=…. Finished runs are reused.")
         if trouble is not None:
-            say(
-                f"{trouble} {states.count('done')} of {len(states)} runs have their records. Once that is mended, the same command goes on."
-            )
+            done = f"{states.count('done')} of {len(states)} runs have their records"
+            say(f"{trouble} {done}. Once that is mended, the same command goes on.")
         return 1 if failed or trouble is not None else 0
 
 
@@ -116,8 +114,7 @@ def _print_plan(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequ
     swept = runs_of(overrides, settings, extra_dirs)
     configs: dict[str, RunConfig] = {}
     for number, (words_of_run, differing) in enumerate(swept, start=1):
-        split = [word.partition("=") for word in differing]
-        label = " ".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in split) or str(number)
+        label = " ".join(re.sub(r"^[^=]*\.", "", word) for word in differing) or str(number)
         try:
             config = compose(words_of_run, extra_dirs)
             for module in build_modules(config.modules):
@@ -160,16 +157,9 @@ def _say_hint(board: Board, config: RunConfig) -> None:
         say(hint)
 
 
-def _err(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-# --- torchrun: its processes make each run together -----------------------------------------------------------------------------
-
-
-def _join(composed: Composed) -> None:
-    """Load the model whose parts the processes of torchrun have, if a run is to be made; from then on they hear each other. A run that each process
-    would make by itself is a ConfigError."""
+def _joined(composed: Composed) -> bool:
+    """Load the model whose parts the processes of torchrun have, if a run is to be made; from then on they hear each other. All but the first then
+    make the runs that it names, in its order, until it names 0, and True is returned. A run that each would make by itself is a ConfigError."""
     for number, planned in composed.plans.items():
         if planned.wanted[0].config.model.parallel is None:
             raise ConfigError(
@@ -179,14 +169,9 @@ def _join(composed: Composed) -> None:
     missing = next((planned for planned in composed.plans.values() if not planned.done), None)
     if missing is not None:
         missing.context.model(missing.wanted[0].config)
-
-
-def _follow(composed: Composed) -> int:
-    """What the other processes do: the runs that the first one names, in its order, until it names 0. Returns the exit code."""
-    if not all(planned.done for planned in composed.plans.values()):
-        while number := parallel.broadcast_from_rank0(0):
+        while parallel.rank() > 0 and (number := parallel.broadcast_from_rank0(0)):
             make(composed.plans[number])
-    return 0
+    return parallel.rank() > 0
 
 
 # --- which runs -----------------------------------------------------------------------------------------------------------------
@@ -221,27 +206,21 @@ def _of_runs(overrides: Sequence[str]) -> list[str]:
     return [word for word in overrides if not word.lstrip("+~").startswith(("hydra.", "hydra/"))]
 
 
-def runs_of(
-    overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequence[Path]
-) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """The runs of a sweep, each as its overrides and those in which the runs differ, within `hydra_started`."""
+def runs_of(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequence[Path]) -> list[tuple[Words, Words]]:
+    """The runs of a sweep, each as its overrides and those in which the runs differ, within `hydra_started`.
+
+    A run is without the options of modules that only others have. `modules=[halting_attention],[prompt_truncation]
+    modules.halting.halted_share=0.1,0.2` are three runs.
+    """
     params: Any = OmegaConf.to_container(settings.sweeper.get("params") or OmegaConf.create({}), resolve=True)
     loader = GlobalHydra.instance().config_loader()
     try:
-        found = expanded(_of_runs(overrides), [f"{key!s}={value}" for key, value in params.items()], loader)
-        return _with_own_options(found, extra_dirs)
+        runs = expanded(_of_runs(overrides), [f"{key!s}={value}" for key, value in params.items()], loader)
+        chosen = [modules_of(words, extra_dirs) for words, _ in runs]
     except HydraException as error:
         raise ConfigError(explain(error, overrides, extra_dirs)) from error
-
-
-def _with_own_options(
-    runs: list[tuple[tuple[str, ...], tuple[str, ...]]], extra_dirs: Sequence[Path]
-) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """The runs without options of modules that only other runs of the sweep have. `modules=[halting_attention],[prompt_truncation]
-    modules.halting.halted_share=0.1,0.2` are three runs."""
-    chosen = [modules_of(words, extra_dirs) for words, _ in runs]
     known = set[str]().union(*(one or () for one in chosen))
-    found: dict[tuple[str, ...], tuple[str, ...]] = {}
+    found: dict[Words, Words] = {}
     for (words, differing), own in zip(runs, chosen, strict=True):
         others = tuple(f"modules.{name}." for name in known - own) if own is not None else ()
         kept = tuple(word for word in words if not word.lstrip("+~").startswith(others or "="))
@@ -252,9 +231,7 @@ def _with_own_options(
 def compose_runs(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequence[Path], yes: bool) -> Composed:
     """Compose and plan every run, within `hydra_started`. Loads no model."""
     swept = runs_of(overrides, settings, extra_dirs)
-    place = RunContext()
-    configs: dict[int, RunConfig] = {}
-    found = Composed([], {}, {})
+    place, configs, found = RunContext(), dict[int, RunConfig](), Composed([], {}, {})
     for number, (words_of_run, _) in enumerate(swept, start=1):
         try:
             configs[number] = compose(words_of_run, extra_dirs)
@@ -278,9 +255,8 @@ def compose_runs(overrides: Sequence[str], settings: DictConfig, extra_dirs: Seq
             found.errors[number] = error
     if not found.plans:
         raise found.errors[1]
-    for number, (words_of_run, differing) in enumerate(swept, start=1):
-        fingerprint = found.plans[number].wanted[0].fingerprint if number in found.plans else None
-        found.runs.append(SweepRun(number, words_of_run, differing, fingerprint))
+    prints = {number: planned.wanted[0].fingerprint for number, planned in found.plans.items()}
+    found.runs = [SweepRun(number, *run, prints.get(number)) for number, run in enumerate(swept, start=1)]
     return found
 
 
@@ -296,9 +272,8 @@ def _make(board: Board, composed: Composed, asked: SweepOptions, settings: DictC
     later = len(runs) - done - len(composed.errors) - len(wanted)
     rest = f", {later} later (limit={asked.limit})" if later else ""
     rest += f", {len(composed.errors)} cannot be made (above)" if composed.errors else ""
-    _err(
-        f"Sweep {sweep.manifest.name}: {len(runs)} runs, {done} with a record, {len(wanted)} to do{rest}. {sweep.folder / 'index.html'}"
-    )
+    counts = f"{len(runs)} runs, {done} with a record, {len(wanted)} to do{rest}"
+    log(f"Sweep {sweep.manifest.name}: {counts}. {sweep.folder / 'index.html'}")
     board.write()
     if not wanted:
         return None
@@ -310,18 +285,17 @@ def _make(board: Board, composed: Composed, asked: SweepOptions, settings: DictC
         except SameFailureError as error:
             return error
         return None
-    parts = sum(parts_of(composed.plans[number].wanted[0].config) for number in wanted)
-    workers = min(sweep.manifest.workers, parts)
-    if workers < sweep.manifest.workers:
-        _err(
-            f"workers={sweep.manifest.workers}: there is work for {workers} (a worker takes a run, or 32 windows of one), so {workers} start{'s' * (workers == 1)}."
-        )
+    asked_for = sweep.manifest.workers
+    workers = min(asked_for, sum(parts_of(composed.plans[number].wanted[0].config) for number in wanted))
+    if workers < asked_for:
+        work = f"there is work for {workers} (a worker takes a run, or 32 windows of one)"
+        log(f"workers={asked_for}: {work}, so {workers} start{'s' * (workers == 1)}.")
     backwards = [run for run in reversed(runs) if run.number in wanted]  # the last is open longest
     sweep.forget_dead_workers()  # of an earlier command
     worker = Worker(str(sweep.store.root.absolute()), sweep.manifest.name, tuple(wanted), asked.shard)
+    logs, is_over = sweep.folder.absolute() / "workers", lambda: not any(map(sweep.is_open, backwards))
     try:
         with _watched(board):
-            logs, is_over = sweep.folder.absolute() / "workers", lambda: not any(map(sweep.is_open, backwards))
             launch(settings, worker, workers, logs, is_over, lambda: bool(sweep.workers()))
     except QuickSilverError as error:
         return error
@@ -349,32 +323,24 @@ class Worker:
         try:
             sweep = Sweep.load(self.results_dir, self.name)
         except ConfigError as error:
-            raise QuickSilverError(
-                f"{lease.host_name()} cannot see {Path(self.results_dir) / 'sweeps' / self.name}: give a results_dir that all nodes share. ({error})"
-            ) from error
-        extra_dirs = [Path(folder) for folder in sweep.manifest.extra_dirs]
-        place = RunContext()
+            unseen = f"{lease.host_name()} cannot see {Path(self.results_dir) / 'sweeps' / self.name}"
+            raise QuickSilverError(f"{unseen}: give a results_dir that all nodes share. ({error})") from error
+        extra_dirs, place = [Path(folder) for folder in sweep.manifest.extra_dirs], RunContext()
 
         def plan_of(run: SweepRun) -> Plan:
             return plan([dataclasses.replace(compose(run.overrides, extra_dirs), results_dir=self.results_dir)], place)
 
         with _ends_with_its_job(), sweep.at_work():
             board = Board(sweep)
-            self._load(sweep, plan_of)
+            # The model of the first open run is loaded before one is claimed. Workers that start at once would wait for the dense run of one of
+            # them, and load theirs only then.
+            first = next((run for run in sweep.manifest.runs if run.number in self.wanted and sweep.is_open(run)), None)
+            with suppress(QuickSilverError), gc_disabled():  # what is wrong, the run says
+                if first is not None and (config := plan_of(first).wanted[0].config).model.parallel is None:
+                    place.model(config)
             runs = claimed(sweep, self.wanted, board.catch_up, shard=self.shard)
             work_through(board, plan_of, runs, len(self.wanted), shown=False)
         return sum(state.state in ("waiting", "running") for state in sweep.states())
-
-    def _load(self, sweep: Sweep, plan_of: PlanOf) -> None:
-        """Load the model of the first open run before one is claimed: workers that start at once would wait for the dense run of one of them, and
-        load theirs only then."""
-        first = next((run for run in sweep.manifest.runs if run.number in self.wanted and sweep.is_open(run)), None)
-        if first is not None:
-            with suppress(QuickSilverError), gc_disabled():  # what is wrong, the run says
-                planned = plan_of(first)
-                config = planned.wanted[0].config
-                if config.model.parallel is None:
-                    planned.context.model(config)
 
 
 @contextmanager
@@ -405,22 +371,21 @@ def _ends_with_its_job() -> Iterator[None]:
 @contextmanager
 def _watched(board: Board, every_s: float = 5.0) -> Iterator[None]:
     """Within, say on stderr how far workers are, whenever that has changed, and once a minute what each of them does."""
-    over, said, when = threading.Event(), "", time.monotonic()
+    over = threading.Event()
     labels = {run.number: board.sweep.manifest.label(run) for run in board.sweep.manifest.runs}
 
     def look() -> None:
-        nonlocal said, when
+        said, when = "", time.monotonic()
         while not over.wait(every_s):
             rows = board.rows()
             counts, minute = str(sorted(row["state"] for row in rows)), time.monotonic() - when >= SAYS_EVERY_S
             if counts != said or minute:
                 said = counts
-                _err(board.headline(rows))
+                log(board.headline(rows))
             if minute:
                 when = time.monotonic()
-                for row in rows:
-                    if row["state"] == "running":
-                        _err(f"  {labels[row['number']]}: {row['where']}")
+                for row in (row for row in rows if row["state"] == "running"):
+                    log(f"  {labels[row['number']]}: {row['where']}")
 
     watcher = threading.Thread(target=look, name="quicksilver-sweep", daemon=True)
     watcher.start()
@@ -467,13 +432,13 @@ def work_through(
                 left_s = time_left_s(left, seconds)
                 if not sys.stderr.isatty():
                     shared = ", shared with another worker," if run.fingerprint in sweep.store.in_the_making() else ""
-                    _err(f"{label}{shared} begins{f', about {duration(left_s)} left for all' if left_s else ''}")
+                    log(f"{label}{shared} begins{f', about {duration(left_s)} left for all' if left_s else ''}")
                 if together:
                     parallel.broadcast_from_rank0(run.number)
-                names = {} if run.fingerprint is None else {run.fingerprint: label}
                 show = _shown(board, bar, total - left, total)
                 try:
-                    (record,) = make(plan_of(run), progress=show, labels=names, group=f"sweep {sweep.manifest.name}")
+                    names, group = {run.fingerprint or "": label}, f"sweep {sweep.manifest.name}"
+                    (record,) = make(plan_of(run), progress=show, labels=names, group=group)
                 except Exception as error:
                     sweep.failed(run, error)
                     if not isinstance(error, QuickSilverError):
@@ -484,10 +449,8 @@ def work_through(
                         raise
                     alike = [*(kind for kind in alike if kind == _kind(error)), _kind(error)]
                     if len(alike) == _ALIKE:
-                        cause = type(error.__cause__ or error).__name__
-                        raise SameFailureError(
-                            f"{_ALIKE} runs in a row failed in one way ({cause}), and the next ones would, too: {error}"
-                        ) from error
+                        many = f"{_ALIKE} runs in a row failed in one way ({type(error.__cause__ or error).__name__})"
+                        raise SameFailureError(f"{many}, and the next ones would, too: {error}") from error
                 else:
                     alike = []
                     seconds.append(time.monotonic() - began)
@@ -515,7 +478,7 @@ def _shown(board: Board, bar: Callable[[Progress], None], place: int, runs: int)
     return show
 
 
-# --- hydra/sweeper=optuna: runs that Optuna draws, one after the other -----------------------------------------------------------------
+# --- hydra/sweeper=optuna: runs that Optuna draws, one after the other -----------------------------------------------------------
 
 
 def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequence[Path], asked: SweepOptions) -> int:
@@ -533,19 +496,18 @@ def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
         print(f"Optuna draws {config.trials} runs (hydra.sweeper.trials); the one above has the smallest value of each key.")
         return 0
     check_time([first], asked.yes)
-    place = RunContext()
+    place, extra = RunContext(), tuple(map(str, extra_dirs))
     plan([first], place)  # a model or a text that is not there is refused before anything is drawn
-    extra = tuple(map(str, extra_dirs))
     manifest = Manifest(asked.name, ("-m", *overrides), (), extra, records=first.records, total=config.trials)
     with _started(first, manifest, space.fixed) as board:
         study = studies.open_study(board.sweep.folder, asked.name, config)
 
-        def plan_of(words: Sequence[str]) -> Plan:
-            return plan([compose(words, extra_dirs)], place)
+        def plan_of(run: SweepRun) -> Plan:
+            return plan([compose(run.overrides, extra_dirs)], place)
 
         with board.sweep.at_work():
             given = _drawn(board.sweep, study, space, config, plan_of, asked.limit)
-            work_through(board, lambda run: plan_of(run.overrides), given, config.trials)
+            work_through(board, plan_of, given, config.trials)
     found, within = studies.front(study, config)
     by_words = {run.overrides: run for run in board.sweep.manifest.runs}
     best = list(dict.fromkeys(by_words[space.words(params)[0]] for params in found))
@@ -559,9 +521,8 @@ def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
     print(f"\nNo other run{' within it' if config.budget else ''} beats these in all of {goals}:")
     rows, alike = {row["number"]: row for row in board.rows()}, dict[tuple[Any, ...], list[SweepRun]]()
     for run in best:
-        alike.setdefault(tuple(rows[run.number].get(key) for key in ("ppl", "kl_nats", "executed_flops_saved_pct")), []).append(
-            run
-        )
+        found_by_it = tuple(rows[run.number].get(key) for key in ("ppl", "kl_nats", "executed_flops_saved_pct"))
+        alike.setdefault(found_by_it, []).append(run)
     for one, *others in alike.values():
         equal = f" (equal: {', '.join(map(label, others))})" if others else ""
         print(f"  {label(one)}  {one.fingerprint}{equal}")
@@ -570,12 +531,7 @@ def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
 
 
 def _drawn(
-    sweep: Sweep,
-    study: Any,
-    space: studies.Space,
-    config: studies.StudyConfig,
-    plan_of: Callable[[Sequence[str]], Plan],
-    limit: int | None,
+    sweep: Sweep, study: Any, space: studies.Space, config: studies.StudyConfig, plan_of: PlanOf, limit: int | None
 ) -> Generator[tuple[SweepRun, int], None, None]:
     """Runs that the study draws, until it has as many as asked for; it is told what each gave. Values that compose to a run that it has are drawn
     again, and count as no trial."""
@@ -589,7 +545,7 @@ def _drawn(
         words, differing = space.words(trial.params)
         fingerprint = None
         with suppress(QuickSilverError):  # whoever makes it says why
-            fingerprint = plan_of(words).wanted[0].fingerprint
+            fingerprint = plan_of(SweepRun(1, words, differing)).wanted[0].fingerprint
         if fingerprint is not None and fingerprint in there:
             study.tell(trial, state=TrialState.FAIL)
             again += 1

@@ -40,13 +40,10 @@ def test_maps_and_schedules_are_of_the_windows_that_are_asked_for(
     (tmp_path / "dataset").mkdir()
     (tmp_path / "own.txt").write_text("".join(f"Line {i} says that {i * i} is the square of {i}.\n\n" for i in range(400)))
     files = {"test": __file__, "calibration": str(tmp_path / "own.txt")}
-    (tmp_path / "dataset" / "own.yaml").write_text(
-        yaml.safe_dump({"name": "own", "reader": "text", "form": "raw", "files": files})
-    )
-    shared = [
-        *("--config-dir", str(tmp_path), "text=[python-docs,own]", "protocol.window_tokens=64", "protocol.prompt_tokens=48"),
-        f"results_dir={tmp_path}",
-    ]
+    described = {"name": "own", "reader": "text", "form": "raw", "files": files}
+    (tmp_path / "dataset" / "own.yaml").write_text(yaml.safe_dump(described))
+    shared = ["--config-dir", str(tmp_path), "text=[python-docs,own]", "protocol.window_tokens=64", "protocol.prompt_tokens=48"]
+    shared += [f"results_dir={tmp_path}"]
     assert console.main(["fit", *shared, "layers=[9]", "windows=32", "distill=1"]) == 0
     path = tmp_path / "translators" / "far-gpt2.layer9.safetensors"
     assert Translator.load(path).provenance["text"]["window_tokens"] == 64

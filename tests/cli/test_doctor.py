@@ -23,7 +23,8 @@ def topics(printed: str) -> dict[str, list[str]]:
 
 
 def test_it_prints_processor_kernels_versions_disk_data_and_packages(prints, tmp_path):
-    printed = topics(prints("doctor", f"results_dir={tmp_path}").out)
+    printed = topics(prints("doctor", f"results_dir={tmp_path}", f"data.root={tmp_path}").out)
+    assert printed["data"][0] == f"data.root: {tmp_path}"
     assert list(printed) == ["versions", "machine", "kernels", "disk", "data", "packages"]
     assert any(line.startswith(f"torch {torch.__version__}") for line in printed["versions"])
     assert platform.machine() in printed["machine"][0]
@@ -32,17 +33,16 @@ def test_it_prints_processor_kernels_versions_disk_data_and_packages(prints, tmp
     assert printed["disk"][0].startswith(f"results: {tmp_path}")
 
 
-def test_texts_that_a_folder_has_are_at_hand(prints, tmp_path, monkeypatch):
-    monkeypatch.delenv("QUICKSILVER_DATA", raising=False)
-    assert "books" in next(line for line in topics(prints("doctor").out)["data"] if line.startswith("needs a file"))
+def test_texts_that_a_folder_has_are_at_hand(tmp_path):
     (tmp_path / "books").mkdir()
     for part in ("test", "valid"):
         (tmp_path / "books" / f"books_{part}.txt").write_text("text")
-    data = topics(prints("doctor", f"data.root={tmp_path}").out)["data"]
-    assert "books" in next(line for line in data if line.startswith("at hand"))
+    for root, begins in ((None, "needs a file"), (tmp_path, "at hand")):
+        assert "books" in next(line for line in doctor._data(root) if line.startswith(begins))
+    assert "is no folder: give another one" in next(doctor._data(tmp_path / "none"))
 
 
-def test_a_missing_package_comes_with_its_cost(prints, monkeypatch):
+def test_a_missing_package_comes_with_its_cost(monkeypatch):
     there = importlib.metadata.version
 
     def version(name: str) -> str:
@@ -51,7 +51,7 @@ def test_a_missing_package_comes_with_its_cost(prints, monkeypatch):
         return there(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    line = next(line for line in topics(prints("doctor").out)["packages"] if "wandb" in line)
+    line = next(line for line in doctor._packages() if "wandb" in line)
     assert "no tracker=wandb" in line
     assert "[tracking]" in line
 
@@ -72,7 +72,3 @@ def test_a_clone_is_installed_from_its_folder_and_a_package_by_its_name(clone, h
 def test_the_versions_it_names_are_those_of_the_lock():
     locked = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
     assert {f"{name}=={version}" for name, version in doctor.RUN_WITH.items()} <= {line.split(" ")[0] for line in locked}
-
-
-def test_a_data_root_that_is_no_folder_is_said(prints, tmp_path):
-    assert "is no folder: give another one" in prints("doctor", f"data.root={tmp_path / 'none'}").out

@@ -4,14 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from quicksilver.cli import main as console
 from quicksilver.cli.arguments import Command
+from quicksilver.cli.commands.dev import Benchmark, candidates
 from quicksilver.cli.commands.look import GROUPS
-from quicksilver.cli.completion import candidates
 from quicksilver.records.store import Store
 from quicksilver.runs.choices import choices
 
@@ -82,35 +81,24 @@ def test_a_reader_that_has_seen_enough_meets_no_traceback():
     assert (gone.returncode, gone.stderr) == (141, "")
 
 
-COMMAND = """
-import os, signal, sys
-from quicksilver.cli import main as console
-from quicksilver.cli.arguments import Command
-from quicksilver.records.store import Store
-
-class Stopped(Command):
-    def main(self):
-        with Store(sys.argv[1]).draft("0" * 20) as draft:
-            assert draft.folder.is_dir()
-            os.kill(os.getpid(), signal.{signal})
-            signal.pause()
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background has it ignored, and children inherit that
-console.load = lambda name: Stopped
-sys.exit(console.main(["stopped"]))
-"""
-
-
 @pytest.mark.parametrize(("sent", "code", "said"), [("SIGTERM", 143, "Terminated"), ("SIGINT", 130, "Interrupted")])
-def test_a_signal_is_one_line_an_exit_code_and_no_draft(tmp_path: Path, sent: str, code: int, said: str):
-    stopped = python("-c", COMMAND.replace("{signal}", sent), str(tmp_path))
-    assert stopped.returncode == code
-    assert stopped.stderr.count("\n") == 1
-    assert said in stopped.stderr
+def test_a_signal_is_one_line_an_exit_code_and_no_draft(tmp_path, sent, code, said, monkeypatch, prints):
+    class Stopped(Command):
+        def main(self) -> int:
+            with Store(tmp_path).draft("0" * 20) as draft:
+                assert draft.folder.is_dir()
+                os.kill(os.getpid(), getattr(signal, sent))
+                return 0
+
+    # A parent in the background has it ignored, and children inherit that.
+    before = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(console, "load", lambda name: Stopped)
+    err = prints("stopped", code=code).err
+    assert err.count("\n") == 1
+    assert said in err
     assert list(Store(tmp_path).drafts.iterdir()) == []
-    before = signal.getsignal(signal.SIGTERM)
-    console.main(["--version"])
-    assert signal.getsignal(signal.SIGTERM) is before  # the owner's again
+    assert signal.getsignal(signal.SIGTERM) is before[0]  # the owner's again
+    signal.signal(signal.SIGINT, before[1])
 
 
 def test_the_processes_of_torchrun_do_not_make_the_same_runs_twice(monkeypatch, prints):
@@ -142,6 +130,14 @@ def test_the_processes_of_torchrun_do_not_make_the_same_runs_twice(monkeypatch, 
 ])  # fmt: skip
 def test_what_may_end_a_line(line, found):
     assert set(candidates(line)) == found
+
+
+def test_the_parts_of_the_benchmark_are_keys_of_its_command():
+    assert Benchmark.parsed(["lengths=--repeats 5", "only=[lengths]"], "").command()[-3:] == [
+        "--only",
+        "lengths",
+        "--lengths=--repeats 5",
+    ]
 
 
 def test_every_command_completes_its_own_keys(prints):

@@ -8,9 +8,7 @@ COMMANDS = [
     ("list claims", ["claims", "table, figure"]),
     ("list sweep depth", ["There is no sweep depth", "quicksilver run -m"]),
     ("run -m --limit=3", ["--limit=3: write limit=VALUE"]),
-    ("list sweep results_dir=/nowhere", ["there is no such folder"]),
-    ("show results_dir=/nowhere", ["there is no such folder"]),
-    ("status results_dir=/nowhere", ["there is no such folder"]),
+    *((f"{word} results_dir=/nowhere", ["there is no such folder"]) for word in ("list sweep", "show", "status")),
     ("run model=folder model.name=x model.path=/nowhere", ["there is no folder /nowhere"]),
     ("run model=gpt2 model.path=/nowhere plan=true", ["there is no config.json in /nowhere"]),
     ("run modules=[halting] modules.halting.tau_drift=p10,p20", ["several values", "quicksilver run -m"]),
@@ -47,13 +45,18 @@ COMMANDS = [
     ("calibrate --model gpt2", ["--model", "key=value"]),
     ("calibrate modules=[halting]", ["modules=[halting]", "dense"]),
     ("calibrate last_query=3", ["last_query", "last_queries"]),
-    ("calibrate output=/dev/null/x", ["output=/dev/null/x: nothing can be written there"]),
+    *(
+        (f"{line} output=/dev/null/x{file}", ["output=/dev/null/x: nothing can be written there"])
+        for line, file in (
+            ("calibrate", ""),
+            ("fit", ""),
+            ("schedule save=0.4 translators=[x]", "/y.yaml"),
+            ("budget save=0.3", "/y.yaml"),
+        )
+    ),
     ("calibrate protocol.window_tokens=1025", ["protocol.window_tokens=1025", "context of 1024 tokens"]),
-    ("fit output=/dev/null/x", ["output=/dev/null/x: nothing can be written there"]),
     ("fit protocol.window_tokens=1025 text=[python-docs]", ["protocol.window_tokens=1025", "context of 1024 tokens"]),
     ("fit protocol.window_tokens=256 text=[python-docs] distill=1", ["protocol.prompt_tokens=448", "at most 254"]),
-    ("schedule save=0.4 translators=[x] output=/dev/null/x/y.yaml", ["output=/dev/null/x: nothing can be written there"]),
-    ("budget save=0.3 output=/dev/null/x/y.yaml", ["output=/dev/null/x: nothing can be written there"]),
     ("demo model=gpt2-large", ["reference-gpt2, reference-llama"]),
     ("demo dataset=c4", ["dataset=c4"]),
     ("demo text=short", ["text has"]),

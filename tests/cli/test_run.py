@@ -18,9 +18,8 @@ CAPACITY = ["modules=[halting_attention]", "protocol=continuation", "modules.hal
 
 def test_a_null_that_chose_the_same_tokens_is_no_verdict():
     same = pd.DataFrame({"nll_nats": [1.0] * 8, "null_nll_nats": [1.0] * 8})
-    assert list(progress._versus_null(SimpleNamespace(windows=same))) == [
-        "  to its null  equal: both chose the same tokens, so this null tells nothing"
-    ]
+    (said,) = progress._versus_null(SimpleNamespace(windows=same))
+    assert said == "  to its null  equal: both chose the same tokens, so this null tells nothing"
 
 
 def run(*words: str) -> int:
@@ -79,22 +78,16 @@ def test_show_prints_what_each_process_timed_again_with_its_file_and_every_optio
     assert re.search(r"^  options .*halting\.tau_entropy=None", shown, re.M)
 
 
-def test_two_runs_without_a_prompt_are_compared_by_all_tokens(words, prints):
-    folder = Path(
-        prints("run", *words, "modules=[static_exit]", "protocol=all", "measure=sweep").out.splitlines()[-1].split()[-1]
-    )
+def test_a_method_that_leaves_out_layers_for_scored_tokens_is_said_to_and_whole_texts_are_compared_by_all_tokens(words, prints):
+    asked = ["run", *words, "modules=[static_exit]", "measure=sweep"]
+    assert "acts on      prompt and scored tokens" in prints(*asked, "protocol=continuation").out
+    folder = Path(prints(*asked, "protocol=all").out.split()[-1])
     shown = prints("show", folder.name, folder.name, f"results_dir={folder.parents[1]}").out
     assert re.search(r"^  FLOPs saved  (\S+) against \1 of all tokens", shown, re.M)
 
 
-def test_a_method_that_leaves_out_layers_for_scored_tokens_is_said_to(words, capsys):
-    assert run(*words, "modules=[static_exit]", "protocol=continuation", "measure=sweep") == 0
-    assert "acts on      prompt and scored tokens" in capsys.readouterr().out
-
-
 def test_a_plan_names_the_run_that_cannot_be_made_and_plans_the_others(words, prints):
-    swept = [*words, *CAPACITY[:2], "modules.halting.halted_share=0.5,x", "plan=true"]
-    out, err = prints("run", "-m", *swept, code=2)
+    out, err = prints("run", "-m", *words, *CAPACITY[:2], "modules.halting.halted_share=0.5,x", "plan=true", code=2)
     assert "[2/2] halted_share=x: modules.halting: halted_share='x' is not a number" in err
     assert "halted_share=0.5 | " in out
     assert "halted_share=x" not in out
@@ -120,17 +113,25 @@ def test_the_jobs_of_an_experiment_are_found_again_one_by_one(words, capsys):
     assert not plan([compose([*sweep_jobs("minimum_depth")[0], *words])]).done
 
 
+MECHANISM = """
+from dataclasses import dataclass
+from quicksilver.runtime import TokenPolicy
+
+@dataclass
+class FirstWords(TokenPolicy):
+    kept: int = 3
+
+    def decide(self, view, tokens):
+        if view.layer == 2:
+            tokens.halt(tokens.active & (view.slots >= self.kept))
+"""
+
+
 def test_a_mechanism_of_one_s_own_is_one_file_and_one_yaml(words, tmp_path, monkeypatch, refused, prints):
     (tmp_path / "conf" / "modules").mkdir(parents=True)
-    (tmp_path / "conf" / "modules" / "first_words.yaml").write_text(
-        "# @package modules.first_words\n_target_: my_mechanism.FirstWords\nkept: 3\n"
-    )
-    (tmp_path / "my_mechanism.py").write_text(
-        "from dataclasses import dataclass\nfrom quicksilver.runtime import TokenPolicy\n\n@dataclass\nclass "
-        "FirstWords(TokenPolicy):\n"
-        "    kept: int = 3\n\n    def decide(self, view, tokens):\n        if view.layer == 2:\n"
-        "            tokens.halt(tokens.active & (view.slots >= self.kept))\n"
-    )
+    described = "# @package modules.first_words\n_target_: my_mechanism.FirstWords\nkept: 3\n"
+    (tmp_path / "conf" / "modules" / "first_words.yaml").write_text(described)
+    (tmp_path / "my_mechanism.py").write_text(MECHANISM)
     monkeypatch.syspath_prepend(tmp_path)
     mine = ["--config-dir", str(tmp_path / "conf"), *words]
     assert "first_words" in prints("run", *mine, "modules=[first_words]", "modules.first_words.kept=5").out
@@ -138,28 +139,23 @@ def test_a_mechanism_of_one_s_own_is_one_file_and_one_yaml(words, tmp_path, monk
     assert "Did you mean modules.first_words.kept" in refused("run", *mine, "modules=[first_words]", "modules.first_words.keep=5")
 
 
-def test_a_run_that_has_its_record_says_so_and_runs_nothing(words, prints, monkeypatch):
-    first = prints("run", *words)
+def test_a_results_folder_may_have_any_name_and_a_run_that_has_its_record_there_runs_nothing(
+    world, tmp_path, prints, monkeypatch
+):
+    folder = tmp_path / "résultats d'été #1 ~ (a, b)"
+    first = prints("run", *world, f"results_dir={folder}")
     assert "1 must be made" in first.err
-
+    assert (folder / "runs").is_dir()
+    assert str(folder) in first.out
     monkeypatch.setattr("quicksilver.runs.run._run", None)  # nothing runs
-    again = prints("run", *words)
+    again = prints("run", *world, f"results_dir={folder}")
     assert again.out == first.out
     assert "has its record already" in again.err
-
-
-def test_a_results_folder_may_have_any_name(world, tmp_path, capsys):
-    folder = tmp_path / "résultats d'été #1 ~ (a, b)"
-    assert run(*world, f"results_dir={folder}") == 0
-    assert (folder / "runs").is_dir()
-    assert str(folder) in capsys.readouterr().out
 
 
 def test_the_first_line_says_which_runs_reuse_committed_quality(capsys):
     steps: list = [SimpleNamespace(done=False, reuses_quality=reuses) for reuses in (True, True, False)]
     with progress.watched(steps):
         pass
-    assert (
-        "3 must be made. 2 of these take the repository's quality after some windows are measured again; records=own measures all."
-        in capsys.readouterr().err
-    )
+    reused = "2 of these take the repository's quality after some windows are measured again; records=own measures all."
+    assert f"3 must be made. {reused}" in capsys.readouterr().err

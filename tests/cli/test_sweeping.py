@@ -53,13 +53,6 @@ def made(world, tmp_path_factory):
     return results, len(loads)
 
 
-def test_a_model_is_loaded_once_for_all_runs(made):
-    results, loads = made
-    assert loads == 1
-    assert len(record_frame(results)) == 4  # with the dense one
-    assert states(results) == ["done"] * 3
-
-
 @pytest.fixture
 def sweep_folder(tmp_path: Path) -> Path:
     """A results folder with a sweep of one run that failed, and in it a file of somebody else."""
@@ -71,20 +64,11 @@ def sweep_folder(tmp_path: Path) -> Path:
 
 
 def test_values_in_brackets_are_printed_as_they_are(tmp_path):
-    runs = tuple(
-        SweepRun(i, (f"modules=[{name}]",), (f"modules=[{name}]",)) for i, name in enumerate(("halting", "bold"), start=1)
-    )
+    runs = tuple(SweepRun(i, *((f"modules=[{name}]",),) * 2) for i, name in enumerate(("halting", "bold"), start=1))
     there = Sweep(tmp_path, Manifest("brackets", (), runs))
     there.create()
     there.failed(runs[0], ValueError("stages=[/b] is no list"))
     assert all(word in Board(there).text() for word in ("[halting]", "[bold]", "stages=[/b] is no list"))
-
-
-def test_runs_with_equal_results_are_named_as_such(world, tmp_path, capsys):
-    unread = ["modules=[static_depth]", "modules.static_depth.depth=0.2,0.21,0.8", "measure=sweep", "dataset.windows=3"]
-    assert sweep(*world, f"results_dir={tmp_path}", "name=unread", *unread) == 0
-    same = [line for line in capsys.readouterr().out.splitlines() if " found the same: " in line]
-    assert same == ["Runs 1, 2 found the same: what differs between them changed nothing."]
 
 
 def test_what_is_tried_again_removes_its_own_failure_alone(sweep_folder):
@@ -118,8 +102,11 @@ def test_a_manifest_that_names_what_lies_elsewhere_is_refused(sweep_folder, chan
         Sweep.load(sweep_folder.parents[1], "depths")
 
 
-def test_a_sweep_leaves_its_manifest_and_its_page_beside_the_records(made, words):
-    results, _ = made
+def test_a_sweep_loads_a_model_once_and_leaves_its_manifest_and_its_page_beside_the_records(made):
+    results, loads = made
+    assert loads == 1
+    assert len(record_frame(results)) == 4  # with the dense one
+    assert states(results) == ["done"] * 3
     assert {path.name for path in results.iterdir()} <= {"runs", "locks", "cache", "sweeps"}
     assert {path.name for path in (results / "sweeps" / "depths").iterdir()} == {"manifest.json", "index.html"}
     empty = [path.name for path in results.rglob("*") if path.is_dir() and not list(path.iterdir())]
@@ -204,9 +191,7 @@ def test_a_run_that_fails_is_named_and_tried_again(words, results, prints, monke
     assert not (results / "sweeps" / "depths" / "failed").exists()
 
 
-@pytest.mark.parametrize(
-    ("messages", "made"), [(["x=1 is broken"] * 5, 3), (["a", "b", "a", "b", "a"], 5), (["a", "a", "", "a", "a"], 5)]
-)
+@pytest.mark.parametrize(("messages", "made"), [(["x=1 is broken"] * 5, 3), ([*"ababa"], 5), (["a", "a", "", "a", "a"], 5)])
 def test_a_sweep_stops_after_three_failures_of_one_kind(messages, made, words, results, capsys, monkeypatch):
     said = iter(messages)
     make = sweeping.make
@@ -268,9 +253,8 @@ def test_from_outside_one_sees_how_far_each_run_is_and_who_makes_it(words, resul
     far = r"^  \[1/3\] depth=0\.2: quality, all 3 windows scored, about \d+ s left \| "
     assert re.search(far + re.escape(me), said, re.MULTILINE)
     assert re.search(r"^tiny \| file \| dense \| all: quality, window 4 of 10, ", said, re.MULTILINE)
-    assert re.search(
-        r"^\[1/3\] depth=0\.2 \| tiny .*: quality, all 3 windows scored", "".join(one.err for one in seen), re.MULTILINE
-    )
+    logged = "".join(one.err for one in seen)
+    assert re.search(r"^\[1/3\] depth=0\.2 \| tiny .*: quality, all 3 windows scored", logged, re.MULTILINE)
     assert not list(results.rglob("progress.json"))  # a record has none
     assert prints("status", f"results_dir={results}").out == "depths: 1 of 3 done, 2 waiting; nobody is at work\n"
     depths = Sweep.load(results, "depths")
@@ -378,19 +362,13 @@ def test_a_worker_goes_through_the_runs_once(sweep_folder, monkeypatch):
     assert len(looks) == 2 * len(runs)  # when its turn comes, and once it is held
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (["measure=sweep"], "shard=true: one process has nobody to share windows with"),
-        (["hydra/launcher=joblib", "workers=1", "measure=default"], "cannot be shared (measure.latency reads a clock)"),
-        (
-            ["hydra/launcher=joblib", "measure=sweep", "records=checked"],
-            "cannot be shared (model.parallel=None, records=checked)",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("more", "said"), [
+    ("measure=sweep", "shard=true: one process has nobody to share windows with"),
+    ("hydra/launcher=joblib workers=1 measure=default", "cannot be shared (measure.latency reads a clock)"),
+    ("hydra/launcher=joblib measure=sweep records=checked", "cannot be shared (model.parallel=None, records=checked)"),
+])  # fmt: skip
 def test_windows_that_cannot_be_shared_are_refused(more, said, words, refused):
-    assert said in refused("run", "-m", *words, "seed=0,1", "shard=true", *more)
+    assert said in refused("run", "-m", *words, "seed=0,1", "shard=true", *more.split())
 
 
 def test_no_more_workers_start_than_there_are_blocks(words, monkeypatch, capsys):
@@ -426,15 +404,14 @@ def nothing_runs(monkeypatch):
     monkeypatch.setattr(sweeping, "make", lambda *_, **__: pytest.fail("a run was started"))
 
 
-def test_another_sweep_of_the_same_name_is_refused(made, world, nothing_runs, refused):
-    results, _ = made
-    others = [word.replace("0.2,0.5,0.8", "0.2,0.5") for word in DEPTHS]
-    said = refused("run", "-m", *world, f"results_dir={results}", "name=depths", *others)
-    assert "there is a sweep of that name with other runs (3 of them, and now 2)" in said
-    others = [word.replace("0.2,0.5,0.8", "0.2,0.5,0.9") for word in DEPTHS]
-    said = refused("run", "-m", *world, f"results_dir={results}", "name=depths", *others)
-    assert "run 3 had modules.static_depth.depth=0.8, and now modules.static_depth.depth=0.9" in said
-    assert states(results) == ["done"] * 3
+@pytest.mark.parametrize(("depths", "says"), [
+    ("0.2,0.5", "there is a sweep of that name with other runs (3 of them, and now 2)"),
+    ("0.2,0.5,0.9", "run 3 had modules.static_depth.depth=0.8, and now modules.static_depth.depth=0.9"),
+])  # fmt: skip
+def test_another_sweep_of_the_same_name_is_refused(depths, says, made, world, nothing_runs, refused):
+    others = [word.replace("0.2,0.5,0.8", depths) for word in DEPTHS]
+    assert says in refused("run", "-m", *world, f"results_dir={made[0]}", "name=depths", *others)
+    assert states(made[0]) == ["done"] * 3
 
 
 def test_a_sweep_that_runs_already_is_refused(words, results, nothing_runs, refused):
@@ -482,17 +459,16 @@ def test_a_model_larger_than_the_machine_is_refused_before_the_sweep_is_there(wo
     assert not (results / "sweeps").exists()
 
 
-def test_an_option_of_a_module_counts_only_in_the_runs_that_have_the_module(results, refused):
-    words = ["modules=[static_depth,kv_skipping],[static_exit],[]", "measure=sweep", "dataset.windows=3", "name=own"]
-    assert sweep(*words, "modules.static_depth.depth=0.2,0.5", "modules.static_exit.depth=0.5", f"results_dir={results}") == 0
-    runs = Sweep.load(results, "own").manifest.runs
-    assert [run.differing for run in runs] == [
-        ("modules=[static_depth,kv_skipping]", "modules.static_depth.depth=0.2"),
-        ("modules=[static_depth,kv_skipping]", "modules.static_depth.depth=0.5"),
-        ("modules=[static_exit]",),
-        ("modules=[]",),
-    ]
+def test_an_option_of_a_module_counts_only_in_the_runs_that_have_the_module_and_equal_results_are_named(
+    words, results, prints, refused
+):
+    asked = [*words, "modules=[static_depth,kv_skipping],[static_exit],[]", "measure=sweep", "dataset.windows=3", "name=own"]
+    out = prints("run", "-m", *asked, "modules.static_depth.depth=0.2,0.21", "modules.static_exit.depth=0.5").out
+    with_depth = "modules=[static_depth,kv_skipping]"
+    assert [run.differing for run in Sweep.load(results, "own").manifest.runs] == [
+        *((with_depth, f"modules.static_depth.depth={depth}") for depth in (0.2, 0.21)), ("modules=[static_exit]",), ("modules=[]",),
+    ]  # fmt: skip
     assert states(results, "own") == ["done"] * 4
-    assert "the module halting is not selected" in refused(
-        "run", "-m", *words, "modules.halting.tau_drift=0.1", f"results_dir={results}"
-    )
+    same = [line for line in out.splitlines() if " found the same: " in line]
+    assert same == ["Runs 1, 2 found the same: what differs between them changed nothing."]
+    assert "the module halting is not selected" in refused("run", "-m", *asked, "modules.halting.tau_drift=0.1")

@@ -42,9 +42,9 @@ PROGRESS = re.compile(r"This needs \d+ run|\[\d+/\d+\] ")
 def refused(world, tmp_path, prints) -> Callable[..., str]:
     """Gives the words to `quicksilver run`, which must refuse them; returns the one line it says."""
 
-    def ask(*words: str, code: int = 2) -> str:
+    def ask(*words: str) -> str:
         results = [] if any(word.startswith("results_dir=") for word in words) else [f"results_dir={tmp_path / 'results'}"]
-        out, err = prints("run", *world, *results, *words, code=code)
+        out, err = prints("run", *world, *results, *words, code=2)
         assert out == ""
         lines = [line for line in err.splitlines() if not PROGRESS.match(line)]
         assert len(lines) == 1, err
@@ -110,19 +110,13 @@ WORDS: dict[str, tuple[list[str], list[str]]] = {
     "an unknown interpolation": (["model.name=${nope}"], ["model.name=${nope}", "'nope' not found", "${oc.env:NAME"]),
     "interpolations in a circle": (["model.name=${model.path}", "model.path=${model.name}"], ["ecursive", "${model.path}"]),
     "a variable that is not set": (["model.path=${oc.env:NOPE_NOPE}"], ["NOPE_NOPE", "otherwise"]),
-    "resuming more layers than there are": (
-        [*HALTING, "modules.halting.resume_layers=90"],
-        ["resume_layers=90", "the model has 6 layers", "at most 4"],
-    ),
+    "resuming more layers than there are": ([*HALTING, "modules.halting.resume_layers=90"], ["resume_layers=90", "the model has 6 layers", "at most 4"]),
     "two rules of one module": (TWO_RULES, ["modules=[halting,halting_paper_b2]", "both are modules.halting", "modules.halting.OPTION=…"]),
     "skipping what halts where nothing halts": (
         ["modules=[kv_skipping]"],
         ["KVSkipping", "no module here halts", "modules=[halting,…]", "criterion=attention"],
     ),
-    "a token id beyond the vocabulary": (
-        [*HALTING, "modules.halting.full_ids=[257]"],
-        ["full_ids", "257", "the model has 257 tokens"],
-    ),
+    "a token id beyond the vocabulary": ([*HALTING, "modules.halting.full_ids=[257]"], ["full_ids", "257", "the model has 257 tokens"]),
 }  # fmt: skip
 
 
@@ -271,7 +265,7 @@ def test_a_line_that_is_no_document(attack, way, request, tmp_path):
     content, says = LINES[attack]
     (tmp_path / "lines").write_text(content + "\n", encoding="utf-8")
     said = request.getfixturevalue(way)("dataset.reader=documents", f"dataset.files.test={tmp_path / 'lines'}")
-    assert f"{tmp_path / 'lines'}, {says}" in said or says in said
+    assert says in said
     assert '{"text": "…"}' in said
 
 
@@ -279,9 +273,8 @@ def test_separators_inside_a_string_are_text(world, tmp_path):
     from quicksilver.data.text import read_text
 
     texts = [f"{TEXT}\u2028{TEXT}\u0085{TEXT}", TEXT]
-    (tmp_path / "lines").write_text(
-        "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts) + "\n\n", encoding="utf-8"
-    )
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    (tmp_path / "lines").write_text("\n".join(lines) + "\n\n", encoding="utf-8")
     config = compose([*world, "dataset.reader=documents", f"dataset.files.test={tmp_path / 'lines'}"])
     assert read_text(config.dataset).text == "\n\n".join(texts)
 
@@ -391,9 +384,8 @@ def test_a_calibration_file_of_wrong_types(attack, way, request, tmp_path):
 
 @pytest.mark.parametrize("value", ["3", "[3]", "{a: 3}"])
 def test_a_calibration_that_is_no_path(value, refused_by_the_harness):
-    assert "must be a Calibration or a path or null" in refused_by_the_harness(
-        *HALTING, "modules.halting.tau_drift=p25", f"modules.halting.calibration={value}"
-    )
+    said = refused_by_the_harness(*HALTING, "modules.halting.tau_drift=p25", f"modules.halting.calibration={value}")
+    assert "must be a Calibration or a path or null" in said
 
 
 # -- folders and caches ------------------------------------------------------------------------------------------------------------------
@@ -489,12 +481,9 @@ def test_weights_replaced_with_the_same_size_and_time_are_seen(world, tmp_path):
     before, status = weights_digest(folder, remembered), (folder / "model.safetensors").stat()
     content = bytearray((folder / "model.safetensors").read_bytes())
     content[-1] ^= 1
-    for replace in (False, True):  # in place, and as another file under the same name
-        if replace:
-            (folder / "new").write_bytes(bytes(content))
-            os.replace(folder / "new", folder / "model.safetensors")
-        else:
-            (folder / "model.safetensors").write_bytes(bytes(content))
+    for name in ("model.safetensors", "new"):  # in place, and as another file that gets the name
+        (folder / name).write_bytes(bytes(content))
+        os.replace(folder / name, folder / "model.safetensors")
         os.utime(folder / "model.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns))
         assert (folder / "model.safetensors").stat().st_size == status.st_size
         assert weights_digest(folder, remembered) != before

@@ -7,18 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FLOORS = (
-    ("runtime",),
-    ("modules", "baselines", "data", "models"),
-    ("measure",),
-    ("fitting",),
-    ("records",),
-    ("runs",),
-    ("report", "experiments"),
-    ("cli",),
-    ("studies",),
-)
-FLOOR = {package: number for number, packages in enumerate(FLOORS) for package in packages}
+FLOORS = "runtime < modules baselines data models < measure < fitting < records < runs < report experiments < cli < studies"
+FLOOR = {package: number for number, packages in enumerate(FLOORS.split("<")) for package in packages.split()}
 
 
 def files() -> Iterator[tuple[str, Path]]:
@@ -32,14 +22,9 @@ def files() -> Iterator[tuple[str, Path]]:
 def imported(path: Path) -> Iterator[str]:
     """The packages of quicksilver that a file imports, anywhere in it."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        if names == ["quicksilver"] and isinstance(node, ast.ImportFrom):
-            names = [f"quicksilver.{alias.name}" for alias in node.names]
-        for name in names:
-            if name.startswith("quicksilver."):
-                yield name.split(".")[1]
+        if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0):
+            of = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            yield from {name.split(".")[1] for one in node.names if (name := of + one.name).startswith("quicksilver.")}
 
 
 def test_every_package_has_a_floor() -> None:
@@ -68,8 +53,8 @@ def test_every_module_imports() -> None:
     for package in map(importlib.import_module, ("quicksilver", "quicksilver.experiments", "quicksilver.studies")):
         root = Path(next(iter(package.__path__)))
         for path in sorted(root.rglob("*.py")):
-            parts = path.relative_to(root).with_suffix("").parts
-            names.append(".".join((package.__name__, *(part for part in parts if part != "__init__"))))
+            name = ".".join((package.__name__, *path.relative_to(root).with_suffix("").parts))
+            names.append(name.removesuffix(".__init__"))
     assert len(names) > 150
     for name in (name for name in names if not name.endswith("__main__")):  # which runs the command
         try:

@@ -69,9 +69,8 @@ def test_every_page_is_in_the_navigation_once_and_the_api_names_packages_that_sa
 def test_files_that_a_picture_names_are_there():
     for picture in {*(DOCS / "assets").glob("*.svg")} - {DOCS / "assets" / "demo.svg"}:
         named = []
-        for name in re.findall(
-            r"(?:quicksilver|experiments|studies|conf)/[\w./{},-]*[\w/}]", picture.read_text(encoding="utf-8")
-        ):
+        text = picture.read_text(encoding="utf-8")
+        for name in re.findall(r"(?:quicksilver|experiments|studies|conf)/[\w./{},-]*[\w/}]", text):
             before, options, after = re.fullmatch(r"([^{]*)(?:\{([^}]*)\}(.*))?", name).groups()
             named += [f"{before}{option}{after or ''}" for option in (options or "").split(",")]
         assert len(named) > 10
@@ -134,12 +133,8 @@ NAMED = {
 @pytest.mark.parametrize(("pattern", "least", "known", "gone"), NAMED.values(), ids=NAMED)
 def test_what_a_message_names_is_there(pattern: re.Pattern[str], least: int, known: Collection[str] | None, gone: str) -> None:
     def missing(texts: list[tuple[str, str]]) -> tuple[int, list[tuple[str, str]]]:
-        named = [
-            (where, name)
-            for where, text in texts
-            for match in pattern.finditer(text)
-            for name in next(filter(None, match.groups()), "").split(",")
-        ]
+        groups = [(where, next(filter(None, match.groups()), "")) for where, text in texts for match in pattern.finditer(text)]
+        named = [(where, name) for where, names in groups for name in names.split(",")]
         return len(named), [one for one in named if not (is_there(one[1]) if known is None else one[1] in known)]
 
     count, found = missing(STRINGS)
@@ -192,15 +187,10 @@ def test_every_public_name_has_an_example_and_the_examples_run(name, tmp_path, m
     package = importlib.import_module(f"quicksilver.{name}")
     names = getattr(package, "__all__", ())
     if name == "baselines":
-        there = (
-            vars(importlib.import_module(one.name)) for one in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
-        )
-        names = {
-            one
-            for each in there
-            for one in each
-            if isinstance(each[one], type) and each[one].__module__.startswith(package.__name__) and not one.startswith("_")
-        }
+        files = pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+        there = (named for file in files for named in vars(importlib.import_module(file.name)).items())
+        classes = (one for one in there if isinstance(one[1], type) and one[1].__module__.startswith(package.__name__))
+        names = {one for one, _ in classes if not one.startswith("_")}
     assert [one for one in names if not re.search(rf"\b{one}\b", code)] == []
     exec(compile(code, f"{name}.md", "exec"), {})
     assert capsys.readouterr().out.count("\n") >= 5

@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from quicksilver.cli.arguments import Command, key
 from quicksilver.files import write_atomically
+from quicksilver.models.loading import EMBEDDED, load, locate
+from quicksilver.models.spec import ModelConfig
+from quicksilver.runs.choices import choices
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.options import InnerShare, Positive
 
@@ -54,9 +57,6 @@ class Demo(Command):
         from rich._export_format import CONSOLE_SVG_FORMAT
         from rich.console import Console
 
-        from quicksilver.models.loading import EMBEDDED
-        from quicksilver.runs.choices import choices
-
         embedded = [name for name in choices("model") if (EMBEDDED / name / "predicted_kv").is_dir()]
         if self.model not in embedded:
             raise ConfigError(f"model={self.model}: a demo runs the models that come with the package: {', '.join(embedded)}.")
@@ -65,13 +65,15 @@ class Demo(Command):
         colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         page = self._page()
         wide = min(shutil.get_terminal_size((100, 24)).columns, 120)
-        console = Console(width=wide, force_terminal=colours, color_system="256" if colours else None, highlight=False)
-        console.print(*page(colours), sep="\n", markup=False, emoji=False)
+
+        def shown(colours: bool, **more: Any) -> Console:
+            console = Console(force_terminal=colours, color_system="256" if colours else None, highlight=False, **more)
+            console.print(*page(colours), sep="\n", markup=False, emoji=False)
+            return console
+
+        shown(colours, width=wide)
         if self.svg is not None:
-            console = Console(
-                record=True, width=SVG_COLUMNS, file=io.StringIO(), force_terminal=True, color_system="256", highlight=False
-            )
-            console.print(*page(True), sep="\n", markup=False, emoji=False)
+            console = shown(True, width=SVG_COLUMNS, record=True, file=io.StringIO())
             plain = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)  # no font from elsewhere
             picture = console.export_svg(title="quicksilver demo", code_format=plain, unique_id="demo")
             write_atomically(Path(self.svg), picture.encode())
@@ -79,9 +81,6 @@ class Demo(Command):
 
     def _page(self) -> Callable[[bool], list[Any]]:
         """Both ways, once; what it returns has them as lines, paragraphs and a table of rich's, with or without colours."""
-        from quicksilver.models.loading import load, locate
-        from quicksilver.models.spec import ModelConfig
-
         config = ModelConfig(name=self.model, path=f"embedded:{self.model}")
         loaded = load(config, locate(config))
         model, tokenizer = loaded.model, loaded.tokenizer
@@ -93,10 +92,8 @@ class Demo(Command):
         module, what = _module(model, self.save, prompt)
         dense, adaptive = (_through(model, tokenizer, ids, prompt, modules, self.new_tokens) for modules in ([], [module]))
         layers, tokens = model.config.num_hidden_layers, _readable(tokenizer, ids[0, :-1].tolist())
-        early = sum(depth < layers for depth in adaptive.depths)
-        head = (
-            f"{layers} layers; a prompt of {prompt} tokens, {early} of which leave early; {ids.shape[1] - prompt} tokens scored."
-        )
+        early, scored = sum(depth < layers for depth in adaptive.depths), ids.shape[1] - prompt
+        head = f"{layers} layers; a prompt of {prompt} tokens, {early} of which leave early; {scored} tokens scored."
         last = "One text is an anecdote: `quicksilver reproduce table 11` measures it, with intervals and nulls."
 
         def page(colours: bool) -> list[Any]:
@@ -108,22 +105,14 @@ class Demo(Command):
 
 @dataclass(frozen=True)
 class Pass:
-    """One way through the text.
+    """One way through the text."""
 
-    Attributes:
-        ppl: perplexity of the tokens after the prompt.
-        prompt_flops, flops: executed, by the ledger, of the prompt and of all.
-        kv_bytes: resident in the cache at the end.
-        depths: layers that each token of the text but the last went through, length N - 1.
-        written: what follows, greedily.
-    """
-
-    ppl: float
-    prompt_flops: int
-    flops: int
-    kv_bytes: int
-    depths: list[int]
-    written: str
+    ppl: float  # of the tokens after the prompt
+    prompt_flops: int  # executed, by the ledger
+    flops: int  # the same, of all tokens
+    kv_bytes: int  # resident in the cache at the end
+    depths: list[int]  # layers that each token of the text but the last went through, length N - 1
+    written: str  # what follows, greedily
 
 
 def _module(model: Any, save: float, prompt: int) -> tuple[Any, str]:
@@ -140,10 +129,9 @@ def _readable(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """What each token adds to the text; of several that share a character's bytes, the last has it."""
     texts, waiting = [], list[int]()
     for number in ids:
-        waiting.append(number)
-        text = tokenizer.decode(waiting)
-        texts.append("" if "\ufffd" in text else text)
-        waiting = waiting if "\ufffd" in text else []
+        text = tokenizer.decode([*waiting, number])
+        waiting = [*waiting, number] if "\ufffd" in text else []
+        texts.append("" if waiting else text)
     return texts
 
 
@@ -168,23 +156,12 @@ def _through(model: Any, tokenizer: Any, ids: torch.Tensor, prompt: int, modules
     for one in scores.trace.passes:
         depths += torch.stack([one.active(layer)[0] for layer in range(one.n_layers)]).sum(0).tolist()
     with torch.inference_mode(), apply(model, modules):
-        output = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            no_repeat_ngram_size=3,  # so small a model says one thing over and over otherwise
-            pad_token_id=0,
-        )
-    row = scores.windows.iloc[0]
-    return Pass(
-        scores.ppl,
-        int(row["prompt_executed_flops"]),
-        int(row["executed_flops"]),
-        scores.kv_bytes_resident,
-        depths,
-        " ".join(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).split()),
-    )
+        # So small a model says one thing over and over without no_repeat_ngram_size.
+        options = {"max_new_tokens": new_tokens, "do_sample": False, "no_repeat_ngram_size": 3, "pad_token_id": 0}
+        output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+    written = " ".join(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).split())
+    prompt_flops, flops = (int(scores.windows.iloc[0][f"{of}executed_flops"]) for of in ("prompt_", ""))
+    return Pass(scores.ppl, prompt_flops, flops, scores.kv_bytes_resident, depths, written)
 
 
 def _painted(tokens: Sequence[str], depths: Sequence[int], layers: int, colours: bool) -> list[Text | str]:
@@ -217,15 +194,12 @@ def _side_by_side(dense: Pass, adaptive: Pass) -> Table:
         return f"{name:<16}", f"{before / unit:.3g} {suffix}", saved
 
     table = Table.grid("", "", "", padding=(0, 2, 0, 0), expand=True)
-    for cells in (
-        ("", "dense", "adaptive"),
-        row("prompt's FLOPs", "prompt_flops", 1e9, "G"),
-        row("all FLOPs", "flops", 1e9, "G"),
-        row("KV cache", "kv_bytes", 1e6, "MB"),
-        ("perplexity", f"{dense.ppl:.2f}", f"{adaptive.ppl:.2f} ({100 * (adaptive.ppl / dense.ppl - 1):+.1f}%)"),
-        ("goes on with", dense.written, adaptive.written),
-    ):
-        table.add_row(*cells)
-    for column, ratio in zip(table.columns, (None, 1, 1), strict=True):
-        column.ratio = ratio
+    perplexity = f"{adaptive.ppl:.2f} ({100 * (adaptive.ppl / dense.ppl - 1):+.1f}%)"
+    table.add_row("", "dense", "adaptive")
+    table.add_row(*row("prompt's FLOPs", "prompt_flops", 1e9, "G"))
+    table.add_row(*row("all FLOPs", "flops", 1e9, "G"))
+    table.add_row(*row("KV cache", "kv_bytes", 1e6, "MB"))
+    table.add_row("perplexity", f"{dense.ppl:.2f}", perplexity)
+    table.add_row("goes on with", dense.written, adaptive.written)
+    table.columns[1].ratio = table.columns[2].ratio = 1
     return table

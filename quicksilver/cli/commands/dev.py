@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from quicksilver.cli.arguments import Command, ResultsFolder, key
+from quicksilver.cli.main import COMMANDS, commands, load
+from quicksilver.files import write_files
+from quicksilver.report.artefacts import artefacts
+from quicksilver.report.table import read
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.options import check_positive
 
@@ -20,6 +25,26 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).resolve().parents[3]
 SCRIPT = REPOSITORY / "scripts" / "benchmark.py"
 PARTS = ("runtime", "prediction", "quantization", "break_even", "scaling", "lengths")
+# The shell hands the line up to the cursor to `quicksilver dev completion words LINE`, which answers one candidate a line.
+_BASH = """_quicksilver() {
+    local line="${COMP_LINE:0:COMP_POINT}"
+    local word="${line##* }"
+    local IFS=$'\\n'
+    COMPREPLY=($(quicksilver dev completion words "$line" 2>/dev/null))
+    # Readline replaces what follows the last = or : alone.
+    local kept="${word%"${word##*[=:]}"}"
+    COMPREPLY=("${COMPREPLY[@]#"$kept"}")
+    [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *[=.] ]] && compopt -o nospace
+}
+complete -o nosort -F _quicksilver quicksilver"""
+_ZSH = """_quicksilver() {
+    local -a found
+    found=("${(@f)$(quicksilver dev completion words "$LBUFFER" 2>/dev/null)}")
+    compadd -Q -S '' -- $found
+}
+(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }
+compdef _quicksilver quicksilver"""
+SCRIPTS = {"bash": _BASH, "zsh": _ZSH}
 
 
 @dataclass
@@ -40,13 +65,10 @@ class Keep(ResultsFolder):
 
     def main(self) -> int:
         """Copy the records."""
-        from quicksilver.files import write_files
         from quicksilver.records.keeping import ADDED, commit_records
         from quicksilver.records.record import load_record
         from quicksilver.records.store import KEPT, Store, read_object
-        from quicksilver.report.artefacts import artefacts
         from quicksilver.report.reproduction import LOCAL_SUFFIX
-        from quicksilver.report.table import read
         from quicksilver.runs.jobs import INDEX, RecordIndex
 
         root, store = Path(self.results_dir), Store(self.results_dir)
@@ -56,9 +78,8 @@ class Keep(ResultsFolder):
             written = {name: path for name, path in written.items() if not name.endswith(LOCAL_SUFFIX)}
         for name in self.add or ():
             if not any(one.startswith(name) for one in store.folders()):
-                raise ConfigError(
-                    f"{name}: {store.runs} has no such run. Copy it there: mkdir -p {store.runs} && cp -r FOLDER/results/runs/{name} {store.runs}/"
-                )
+                copy = f"mkdir -p {store.runs} && cp -r FOLDER/results/runs/{name} {store.runs}/"
+                raise ConfigError(f"{name}: {store.runs} has no such run. Copy it there: {copy}")
         new = [*map(store.named, self.add or ())]
         added = sorted({*read_object(root / KEPT / ADDED).get("records", ()), *new})
         if not written and not added:
@@ -67,9 +88,7 @@ class Keep(ResultsFolder):
         mine = [name for name in written if name.endswith(LOCAL_SUFFIX)]
         wanted: dict[str, set[str]] = {fingerprint: set() for fingerprint in added}
         for name, path in written.items():
-            if f"{name}{LOCAL_SUFFIX}" in written:
-                continue  # measured anew
-            for fingerprint in read(path).records:
+            for fingerprint in read(path).records if f"{name}{LOCAL_SUFFIX}" not in written else ():  # else measured anew
                 wanted.setdefault(fingerprint, set()).update(reads.get(name.removesuffix(LOCAL_SUFFIX).split("-")[0], ()))
         pictures = {name: read(written[name]).pictures for name in mine}
         remembered = RecordIndex(root)  # what the repository has of it is about to be replaced, too
@@ -81,17 +100,18 @@ class Keep(ResultsFolder):
         write_files((root / INDEX).parent, {(root / INDEX).name: index.encode(), **more})
         for name in mine:
             # The committed one may name records that are replaced; without it, it is written anew.
-            (written[name].parent / f"{name.removesuffix(LOCAL_SUFFIX)}.json").unlink(missing_ok=True)
-            for file in (*(f"{name}.{suffix}" for suffix in ("md", "csv", "tex", "json", "svg")), *pictures[name]):
+            gone = (
+                f"{name.removesuffix(LOCAL_SUFFIX)}.json",
+                *(f"{name}.{suffix}" for suffix in ("md", "csv", "tex", "json", "svg")),
+            )
+            for file in (*gone, *pictures[name]):
                 (written[name].parent / file).unlink(missing_ok=True)
         size = sum(path.stat().st_size for path in (root / KEPT).rglob("*") if path.is_file())
         if too_large := set(wanted) - {folder.name for folder in kept}:
             print(f"{len(too_large)} records are too large to be kept.")
-        then = (
-            f"commit {root / KEPT}, in a clone of the project, and attach your method's file, and the yaml that modules= names, to the pull request"
-            if self.add
-            else "quicksilver reproduce all"
-        )
+        then = "quicksilver reproduce all"
+        if self.add:
+            then = f"commit {root / KEPT}, in a clone of the project, and attach your method's file, and the yaml that modules= names, to the pull request"
         for fingerprint in new:
             record = load_record(store.folders()[fingerprint])
             dense = f", with its dense run {record.dense_fingerprint}" if record.dense_fingerprint else ""
@@ -112,15 +132,14 @@ class Variants(ResultsFolder):
     def main(self) -> int:
         """Write what can be written."""
         from quicksilver.cli.commands.reproduce import Claims
-        from quicksilver.files import write_files
         from quicksilver.report.reproduction import VARIANTS, command_of, variants_page
 
         root = Path(self.results_dir)
         there = {variant: _write_variant(variant, root) for variant in VARIANTS}
         for variant in VARIANTS:
             Claims.parsed([*variant.overrides, f"results_dir={root}"], "quicksilver claims").main()
-        commands = {variant: {one: command_of(one, variant.overrides) for one in missing} for variant, missing in there.items()}
-        (path,) = write_files(root, {"variants.md": variants_page(there, commands).encode()})
+        typed = {variant: {one: command_of(one, variant.overrides) for one in missing} for variant, missing in there.items()}
+        (path,) = write_files(root, {"variants.md": variants_page(there, typed).encode()})
         for variant, missing in there.items():
             print(f"{variant.title}: {sum(why is None for why in missing.values())} of {len(missing)} tables and figures.")
         print(f"Written: {path}")
@@ -130,15 +149,12 @@ class Variants(ResultsFolder):
 def _write_variant(variant: Variant, root: Path) -> dict[Artefact, str | None]:
     """Write the variant's tables and figures; why each of the others is not there."""
     from quicksilver.cli.commands.reproduce import recorded_of_all
-    from quicksilver.report.artefacts import artefacts
     from quicksilver.report.reproduction import base_config, build, why_not
-    from quicksilver.report.table import read
     from quicksilver.runs.jobs import RecordIndex
 
     overrides = [*variant.overrides, f"results_dir={root}"]
     base = base_config(overrides)
-    answers = RecordIndex(root)
-    there, missing = recorded_of_all(base, overrides, answers)
+    there, missing = recorded_of_all(base, overrides, RecordIndex(root))
     found: dict[Artefact, str | None] = dict(missing)
     for artefact, (jobs, _) in there.items():
         written = root / f"{artefact.kind}s" / f"{artefact.name}.json"
@@ -180,6 +196,7 @@ class Benchmark(Command):
     quantization: str = key("OPTIONS", "in the same way", "")
     break_even: str = key("OPTIONS", "in the same way", "")
     scaling: str = key("OPTIONS", "in the same way", "")
+    lengths: str = key("OPTIONS", "in the same way", "")
 
     def main(self) -> int:
         """Run scripts/benchmark.py; returns its exit code."""
@@ -192,15 +209,13 @@ class Benchmark(Command):
 
     def command(self) -> list[str]:
         """The command line of scripts/benchmark.py, or of scripts/benchmark_against.py."""
-        output = Path(self.output) if self.output else None
         if self.against is not None:
             words = [sys.executable, str(SCRIPT.with_name("benchmark_against.py")), self.against]
-            return [*words, *(["--output", str(output / "against.json")] if output else [])]
+            return [*words, *(["--output", str(Path(self.output) / "against.json")] if self.output else [])]
         words = [sys.executable, str(SCRIPT), "all", "--minutes", str(self.minutes)]
         words += ["--only", *self.only] if self.only else []
-        words += ["--output", str(output)] if output else []
-        further = {part: getattr(self, part) for part in PARTS}
-        return [*words, *(f"--{part.replace('_', '-')}={more}" for part, more in further.items() if more)]
+        words += ["--output", str(Path(self.output))] if self.output else []
+        return [*words, *(f"--{part.replace('_', '-')}={more}" for part in PARTS if (more := getattr(self, part)))]
 
 
 @dataclass
@@ -213,8 +228,6 @@ class Completion(Command):
 
     def main(self) -> int:
         """Print the script of a shell, or the candidates of a line."""
-        from quicksilver.cli.completion import SCRIPTS, candidates
-
         words = self.overrides
         if len(words) == 2 and words[0] == "words":
             print("\n".join(candidates(words[1])))
@@ -223,3 +236,45 @@ class Completion(Command):
         else:
             raise ConfigError(f"{' '.join(words) or 'nothing'}: say for which shell: quicksilver dev completion bash, or zsh.")
         return 0
+
+
+def candidates(line: str) -> list[str]:
+    """Words that may end `line`, the command line up to the cursor; none where nothing is known."""
+    words = line.split()
+    word = "" if not words or line.endswith(" ") else words.pop()
+    return [one for one in _all_of(words[1:], word) if one.startswith(word)]
+
+
+def _all_of(given: Sequence[str], word: str) -> list[str]:
+    """Whatever may follow `given`, the words after `quicksilver`."""
+    if not given or given == ["dev"]:
+        return commands("dev " if given else "")
+    depth = 2 if given[0] == "dev" else 1
+    name, rest = " ".join(given[:depth]), given[depth:]
+    if name not in COMMANDS:
+        return []
+    command = load(name)
+    if names := command.next_names(rest):
+        return names
+    of_run = _of_run([one for one in rest if "=" in one], word) if command.takes == "run" or name == "run" else []
+    return sorted({*(f"{own}=" for own in command.own_keys()), *of_run})
+
+
+def _of_run(overrides: Sequence[str], word: str) -> list[str]:
+    """Hydra's own completion of an override, with what was given before it."""
+    from hydra.errors import HydraException
+    from hydra.plugins.completion_plugin import DefaultCompletionPlugin
+    from omegaconf.errors import OmegaConfBaseException
+
+    from quicksilver.runs.choices import choices
+    from quicksilver.runs.composing import hydra_started
+
+    key, equals, value = word.partition("=")
+    if key == "modules" and equals:  # a list: its last name is completed, which Hydra does not
+        chosen = value.lstrip("[").split(",")[:-1]
+        return [f"modules=[{','.join([*chosen, name])}" for name in choices("modules") if name not in chosen]
+    with hydra_started() as hydra:
+        try:
+            return DefaultCompletionPlugin(hydra.config_loader)._query("run", " ".join([*overrides, word]))
+        except (HydraException, OmegaConfBaseException):
+            return []

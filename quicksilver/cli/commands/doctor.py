@@ -50,22 +50,15 @@ class Doctor(ResultsFolder):
     """
 
     root: str | None = key(
-        "/folder",
-        "local texts and models; default: $QUICKSILVER_DATA",
+        "/folder", "local texts and models; default: $QUICKSILVER_DATA", name="data.root",
         factory=lambda: os.environ.get("QUICKSILVER_DATA"),
-        name="data.root",
-    )
+    )  # fmt: skip
 
     def main(self) -> int:
         """Print the findings."""
-        topics = {
-            "versions": _versions(),
-            "machine": _machine(),
-            "kernels": _kernels(),
-            "disk": _disk(Path(self.results_dir).expanduser()),
-            "data": _data(Path(self.root).expanduser() if self.root else None),
-            "packages": _packages(),
-        }
+        root = Path(self.root).expanduser() if self.root else None
+        topics = {"versions": _versions(), "machine": _machine(), "kernels": _kernels()}
+        topics |= {"disk": _disk(Path(self.results_dir).expanduser()), "data": _data(root), "packages": _packages()}
         for topic, lines in topics.items():
             for number, line in enumerate(lines):
                 print(f"{topic if number == 0 else '':<10}{line}")
@@ -101,11 +94,10 @@ def _kernels() -> Iterator[str]:
 
     from quicksilver.runtime.quantized.kernels import DYNAMIC_INT8, KERNELS
 
-    weight = torch.zeros(64, 64)
     for kernel in dict.fromkeys([*KERNELS.values(), *DYNAMIC_INT8]):
         if kernel.bound is None:
             continue  # the layer itself
-        refused = kernel.refusal(weight, 1)
+        refused = kernel.refusal(torch.zeros(64, 64), 1)
         yield f"{kernel.name}: " + ("agrees with float64 within its format" if refused is None else f"not offered: {refused}")
 
 
@@ -114,11 +106,8 @@ def _disk(results: Path) -> Iterator[str]:
 
     from quicksilver.runtime.quantized.proving import cache_file
 
-    for what, folder in (
-        ("results", results.resolve()),
-        ("hub cache", Path(constants.HF_HUB_CACHE)),
-        ("kernel cache", cache_file().parent),
-    ):
+    folders = {"results": results.resolve(), "hub cache": Path(constants.HF_HUB_CACHE), "kernel cache": cache_file().parent}
+    for what, folder in folders.items():
         there = next(place for place in (folder, *folder.parents) if place.exists())
         writable = "" if os.access(there, os.W_OK) else ", NOT writable: give another folder"
         yield f"{what}: {folder}, {shutil.disk_usage(there).free / _GB:.1f} GB free{writable}"
@@ -158,10 +147,10 @@ def _packages() -> Iterator[str]:
     missing: dict[str, list[str]] = {}
     for requirement in map(Requirement, importlib.metadata.requires("quicksilver-lm") or ()):
         extra = re.search(r"extra == ['\"]([\w-]+)['\"]", str(requirement.marker or ""))
-        if extra is not None and extra[1] in COSTS:
-            try:
-                importlib.metadata.version(requirement.name)
-            except importlib.metadata.PackageNotFoundError:
+        try:
+            importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            if extra is not None and extra[1] in COSTS:
                 missing.setdefault(extra[1], []).append(requirement.name)
     if not missing:
         yield "all optional packages are installed"

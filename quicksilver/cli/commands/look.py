@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from quicksilver.cli.arguments import ResultsFolder
-from quicksilver.cli.progress import gc_disabled, needing, width
+from quicksilver.cli.progress import beside, gc_disabled, needing, summary, width
 from quicksilver.report.artefacts import artefacts, listing
 from quicksilver.runs.choices import choices, config_dir
 from quicksilver.runtime.errors import ConfigError
@@ -123,25 +123,12 @@ class Show(ResultsFolder):
 
     def main(self) -> int:
         """Print its summary, its files and its page."""
-        from quicksilver.cli.progress import beside, summary
         from quicksilver.records.times import timed_processes
 
         if len(self.names) == 2:
             ours, theirs = (self._record(name)[1] for name in self.names)
             print(beside(ours, theirs))
-            mine, its = (one.config["modules"] for one in (ours, theirs))
-            both = [name for name in mine if name in its]
-            said = [
-                f"{name}.{key}={value} against {its[name].get(key)}"
-                for name in both
-                for key, value in mine[name].items()
-                if value != its[name].get(key)
-            ]
-            alone = [
-                ", ".join(_options({name: own[name] for name in own if name not in both})) or "defaults" for own in (mine, its)
-            ]
-            said += [" against ".join(alone)] if set(mine) != set(its) else []
-            if said:
+            if said := _differences(ours.config["modules"], theirs.config["modules"]):
                 print(f"  options      {'; '.join(said)}")
             return 0
         store, record = self._record(self.names[0] if self.names else "")
@@ -149,9 +136,8 @@ class Show(ResultsFolder):
         print(summary(record))
         for process in timed_processes(store.root):
             if (again := process.results.get(name)) is not None:
-                print(
-                    f"  timed again  {again.line()}\n{' ' * 15}on {process.machine.split(',')[0]}, {process.started[:10]}: {process.path(store.root)}"
-                )
+                print(f"  timed again  {again.line()}")
+                print(f"{' ' * 15}on {process.machine.split(',')[0]}, {process.started[:10]}: {process.path(store.root)}")
         options = _options(record.config["modules"])
         options += [f"{key}={record.config[key]}" for key in ("decision_layers", "precision") if record.config.get(key)]
         if options:
@@ -196,10 +182,18 @@ def _options(modules: Mapping[str, Mapping[str, Any]]) -> list[str]:
         default: Mapping[str, Any] = {}
         with suppress(ConfigError):
             default = compose([f"modules=[{name}]"]).modules[name]
-        differing = {
-            key: value for key, value in entry.items() if key != "_target_" and (key not in default or default[key] != value)
-        }
-        said += [f"{name}.{key}={value}" for key, value in differing.items()]
+        new = (key for key, value in entry.items() if key != "_target_" and (key not in default or default[key] != value))
+        said += [f"{name}.{key}={entry[key]}" for key in new]
+    return said
+
+
+def _differences(mine: Mapping[str, Mapping[str, Any]], its: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """In which options the modules of two records differ."""
+    both = [(name, key, value) for name in mine if name in its for key, value in mine[name].items()]
+    said = [f"{name}.{key}={value} against {its[name].get(key)}" for name, key, value in both if value != its[name].get(key)]
+    if mine.keys() != its.keys():
+        alone = (_options({name: one[name] for name in one if name not in other}) for one, other in ((mine, its), (its, mine)))
+        said.append(" against ".join(", ".join(options) or "defaults" for options in alone))
     return said
 
 

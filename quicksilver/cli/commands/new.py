@@ -233,35 +233,34 @@ class New(Command):
         if kind not in FILES:
             raise ConfigError(f"{kind or 'nothing'}: say what to write: quicksilver new {'|'.join(FILES)} NAME.")
         if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
-            raise ConfigError(
-                f"{name or 'no name'}: a name begins with a-z and has only a-z, 0-9 and _, and is no word of Python, such as my_{kind}."
-            )
+            wanted = f"a name begins with a-z and has only a-z, 0-9 and _, and is no word of Python, such as my_{kind}"
+            raise ConfigError(f"{name or 'no name'}: {wanted}.")
         clone = experiments_folder().resolve().parent
         if kind == "table" and clone == Path(__file__).resolve().parents[2]:  # the installed package
-            raise ConfigError(
-                "A table needs a clone of the repository, where `quicksilver reproduce` finds it: git clone, then make environment."
-            )
+            where = "a clone of the repository, where `quicksilver reproduce` finds it"
+            raise ConfigError(f"A table needs {where}: git clone, then make environment.")
         if kind == "table" and self.folder is None and not Path.cwd().is_relative_to(clone):
             raise ConfigError(f"A table goes into {clone / 'experiments'}: type this in {clone}, or give folder=.")
         group = {"module": "modules", "family": "model"}.get(kind, kind)
         if name in choices(group) or (kind in ("module", "family") and find_spec(name)):
-            raise ConfigError(
-                f"{name}: there is a {kind} or a Python module of this name already. Take another, such as my_{name}."
-            )
+            there = f"there is a {kind} or a Python module of this name already"
+            raise ConfigError(f"{name}: {there}. Take another, such as my_{name}.")
         folder = Path(self.folder or (experiments_folder() if kind == "table" else ".")).resolve()
         said = {"name": name, "Class": "".join(part.capitalize() for part in name.split("_")), "folder": str(folder)}
         files = {folder / Template(path).substitute(said): Template(text).substitute(said) for path, text in FILES[kind].items()}
-        if kind == "dataset":
-            files |= {folder / f"{name}.txt": _sample("specialnames"), folder / f"{name}_calibration.txt": _sample("compound")}
-        if there := [path for path in files if path.exists()]:
-            raise ConfigError(f"{there[0]} is there already: take another name, or folder=.")
+        if kind == "dataset":  # pages of the Python reference, to be replaced by a text of one's own
+            from pydoc_data.topics import topics
+
+            files |= {folder / f"{name}.txt": topics["specialnames"], folder / f"{name}_calibration.txt": topics["compound"]}
+        if found := [path for path in files if path.exists()]:
+            raise ConfigError(f"{found[0]} is there already: take another name, or folder=.")
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
             print(path)
         test = next(path for path in files if path.name.startswith("test_"))
-        stays = kind == "table" or folder == Path.cwd()  # a table's results belong below the present folder
-        steps = [] if stays else [f"cd {folder}"]
+        # A table's results belong below the present folder.
+        steps = [] if kind == "table" or folder == Path.cwd() else [f"cd {folder}"]
         steps += [] if find_spec("pytest") else ["pip install pytest"]
         steps += [f"python -m pytest {test if kind == 'table' else test.name}"]
         if kind == "table" and folder != experiments_folder().resolve():
@@ -269,10 +268,3 @@ class New(Command):
         steps += [Template(NEXT[kind]).substitute(said)]
         print("\n  ".join(["\nChange them, and type", *steps]))
         return 0
-
-
-def _sample(topic: str) -> str:
-    """A page of the Python reference, to be replaced by your own text."""
-    from pydoc_data.topics import topics
-
-    return topics[topic]

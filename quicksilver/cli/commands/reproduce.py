@@ -20,21 +20,11 @@ from quicksilver.cli.progress import counted, explain, show_fault, watched, widt
 from quicksilver.models.hub import nothing_fetched
 from quicksilver.records.record import TRACE
 from quicksilver.records.store import KEPT, Store
+from quicksilver.report import reproduction
 from quicksilver.report.artefacts import Artefact, Outcome, artefacts, experiments_folder, find
 from quicksilver.report.provenance import has_time
-from quicksilver.report.reproduction import (
-    LOCAL_SUFFIX,
-    VARIANTS,
-    all_kept,
-    base_config,
-    build,
-    command_of,
-    jobs_of,
-    name_of,
-    recorded,
-)
 from quicksilver.report.table import read
-from quicksilver.runs.jobs import RecordIndex, make_side_by_side, run_context, run_missing, text_of
+from quicksilver.runs.jobs import Job, RecordIndex, make_side_by_side, run_context, run_missing, text_of
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.options import Positive, at_least, check_positive
 
@@ -42,7 +32,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from quicksilver.runs.config import RunConfig
-    from quicksilver.runs.jobs import Job
 
 KINDS = ("table", "figure")
 CLAIMS = "claims"
@@ -80,14 +69,12 @@ class Reproduce(MakesRuns):
         Of all, what fails is named at the end, and the others are built; returns 1 then.
         """
         only, overrides = self._wanted(), self.overrides
-        base = base_config(overrides)
+        base = reproduction.base_config(overrides)
         answers = RecordIndex(base.results_dir, base.records)
-        troubles: dict[Artefact, str] = {}
         if only is not None:
-            work = {only: jobs_of(only, overrides, answers)}
+            work, troubles = {only: reproduction.jobs_of(only, overrides, answers)}, dict[Artefact, str]()
         else:
-            with counted(len(artefacts()), "reading runs") as done:
-                work, troubles = jobs_of_all(overrides, answers, done=done)
+            work, troubles = jobs_of_all(overrides, answers)
         every = [job for jobs in work.values() for job in jobs]
         missing = [job.config for job in every if job.config is not None]
         if missing or self.plan:
@@ -110,7 +97,7 @@ class Reproduce(MakesRuns):
                 troubles[artefact] = "nothing could be measured"
                 continue
             with collected(troubles, artefact) if only is None else nullcontext():
-                made = build(artefact, jobs, base, overrides, svg=self.svg)
+                made = reproduction.build(artefact, jobs, base, overrides, svg=self.svg)
                 if only is None:
                     print(f"{artefact.kind} {artefact.number}: {made.written[0]} … {made.distance}", flush=True)
                 else:
@@ -122,7 +109,8 @@ class Reproduce(MakesRuns):
                 troubles[artefact] = f"{len(failed)} of {len(jobs)} rows have no record"
         explain([job for job in every if job.error is not None])
         for artefact, trouble in troubles.items():
-            print(f"{artefact.kind} {artefact.number}: {trouble}. Repeat it: {command_of(artefact, overrides)}", file=sys.stderr)
+            again = reproduction.command_of(artefact, overrides)
+            print(f"{artefact.kind} {artefact.number}: {trouble}. Repeat it: {again}", file=sys.stderr)
         if only is None:
             total = len(artefacts())
             print(f"{total - len(troubles)} of {total} tables and figures are complete: {base.results_dir}/tables and figures.")
@@ -132,7 +120,7 @@ class Reproduce(MakesRuns):
         """The table or figure that is asked for; None: all."""
         what, *number = self.names or [""]
         if (joined := re.fullmatch(r"(table|figure)[ _]?(\w+)", what)) and not number:
-            what, number = joined[1], [joined[2]]
+            what, *number = joined.groups()
         if what not in (*KINDS, "all"):
             raise ConfigError(f"{f'{what}: ' if what else ''}say what to reproduce: table 11, figure 8, or all.")
         if what == "all":
@@ -158,7 +146,8 @@ def _source(records: str, jobs: Sequence[Job], store: Store) -> str:
     if not reused:
         return f"records={records}: every row was measured on this machine"
     apart, here = max(one.largest_difference_nats for one in reused), len(made) - len(reused)
-    taken = f"the quality of {len(reused)} of {len(made)} runs is the repository's: {max(one.windows for one in reused)} windows{' of each' * (len(reused) > 1)}"
+    windows = f"{max(one.windows for one in reused)} windows{' of each' * (len(reused) > 1)}"
+    taken = f"the quality of {len(reused)} of {len(made)} runs is the repository's: {windows}"
     timed = " Times are of this machine." * any(map(has_time, rows))
     agree = f"agree to {apart:.1g} nats a token" if apart else "are equal"
     rest = f" The other{'s were' if here > 1 else ' was'} measured here." * (here > 0)
@@ -188,13 +177,13 @@ class Time(Command):
         artefact = find(*self.names) if len(self.names) == 2 and self.names[0] in KINDS else None
         if artefact is None:
             raise ConfigError("Say which table or figure to time again: quicksilver time table peers.")
-        base = base_config(self.overrides)
+        base = reproduction.base_config(self.overrides)
         answers = RecordIndex(base.results_dir, base.records)
-        jobs = jobs_of(artefact, self.overrides, answers, to_run=False)
-        found = recorded(artefact, jobs, Store(base.results_dir, base.records), None, answers)
+        jobs = reproduction.jobs_of(artefact, self.overrides, answers, to_run=False)
+        found = reproduction.recorded(artefact, jobs, Store(base.results_dir, base.records), None, answers)
         there = {one.record.fingerprint: job for one, job in zip(found, jobs, strict=True) if one.record and has_time(one.record)}
         if not there:
-            asked = command_of(artefact, self.overrides)
+            asked = reproduction.command_of(artefact, self.overrides)
             raise ConfigError(f"{artefact.kind} {artefact.number} has no row with a record that was timed: {asked}")
         if self.repeats == 1:
             print(f"Written: {self._time(artefact, there, base)}")
@@ -206,7 +195,7 @@ class Time(Command):
             print(f"process {number + 1} of {self.repeats}, {len(there)} rows:", flush=True)
             if code := subprocess.run([sys.executable, "-m", "quicksilver", "time", *words], check=False).returncode:
                 return code
-        print(f"{command_of(artefact, self.overrides)} prints them.")
+        print(f"{reproduction.command_of(artefact, self.overrides)} prints them.")
         return 0
 
     def _time(self, artefact: Artefact, there: Mapping[str, Job], base: RunConfig) -> Path:
@@ -227,7 +216,7 @@ class Time(Command):
                     bench, _ = bench_of(config, context, store_of(config))
                     results[fingerprint] = measure.run(bench)
                 done()
-        name = name_of(artefact.name, base, self.overrides)
+        name = reproduction.name_of(artefact.name, base, self.overrides)
         return TimedProcess(name, started, machine(), self.rounds, results).write(Path(base.results_dir))
 
 
@@ -251,21 +240,21 @@ class Claims(Command):
         from quicksilver.runs.run import store_of
 
         begins = beginnings(self.names, artefacts()) if self.names else []
-        base = base_config(self.overrides)
+        base = reproduction.base_config(self.overrides)
         store = store_of(base)
         index = RecordIndex(base.results_dir, base.records)
         with nothing_fetched():
             found, troubles = recorded_of_all(base, self.overrides, index, wanted=answers_claims)
         failed = [job for jobs, _ in found.values() for job in jobs if job.error is not None]
-        sources = [Source(one, outcomes, command_of(one, self.overrides)) for one, (_, outcomes) in found.items()]
-        name = name_of(CLAIMS, base, self.overrides)
+        sources = [Source(one, outcomes, reproduction.command_of(one, self.overrides)) for one, (_, outcomes) in found.items()]
+        name = reproduction.name_of(CLAIMS, base, self.overrides)
         path = store.root / f"{name}.json"
         # A written ledger that names records which are not here, too large to be kept, says more than what can be said now.
         lacks = path.is_file() and any(store.get(fingerprint) is None for fingerprint in read(path).records)
         # Of another model or text some rows are refused everywhere, such as word classes of a text without tags.
         refused = bool(failed) and name == CLAIMS
-        whole = all(all_kept(source.outcomes, store) for source in sources) and not (refused or troubles or lacks)
-        table = ledger(sources, name if whole else f"{name}{LOCAL_SUFFIX}", _others(store) if name == CLAIMS else {})
+        whole = all(reproduction.all_kept(source.outcomes, store) for source in sources) and not (refused or troubles or lacks)
+        table = ledger(sources, name if whole else f"{name}{reproduction.LOCAL_SUFFIX}", _others(store) if name == CLAIMS else {})
         if self.names:
             said, clone = told(table.frame, begins), experiments_folder().resolve().parent / "results"
             for one in (outcome.record for source in sources for outcome in source.outcomes):
@@ -295,28 +284,22 @@ def _others(store: Store) -> dict[str, pd.DataFrame]:
     """The written ledgers of other models and texts, by what these are called; one of more windows is none of them."""
     import pandas as pd
 
-    others = [one for one in VARIANTS if any(word.startswith(("model=", "dataset=")) for word in one.overrides)]
+    others = [one for one in reproduction.VARIANTS if any(word.startswith(("model=", "dataset=")) for word in one.overrides)]
     paths = {one.title: store.root / f"{CLAIMS}-{one.name}.json" for one in others}
     return {title: pd.DataFrame(read(path).entries) for title, path in paths.items() if path.is_file()}
 
 
 def jobs_of_all(
-    overrides: Sequence[str],
-    answers: RecordIndex,
-    *,
-    to_run: bool = True,
-    done: Callable[[], None] = lambda: None,
-    wanted: Callable[[Artefact], bool] = lambda _: True,
+    overrides: Sequence[str], answers: RecordIndex, *, to_run: bool = True, wanted: Callable[[Artefact], bool] = lambda _: True
 ) -> tuple[dict[Artefact, list[Job]], dict[Artefact, str]]:
-    """The jobs of every artefact that is `wanted`, and what is wrong with those that have none; `to_run` as in `make_job`, `done` is called after
-    each."""
-    work: dict[Artefact, list[Job]] = {}
-    troubles: dict[Artefact, str] = {}
-    for artefact in artefacts():
-        with collected(troubles, artefact):
-            if wanted(artefact):
-                work[artefact] = jobs_of(artefact, overrides, answers, to_run=to_run)
-        done()
+    """The jobs of every artefact that is `wanted`, and what is wrong with those that have none; `to_run` as in `make_job`."""
+    work, troubles = dict[Artefact, list[Job]](), dict[Artefact, str]()
+    with counted(len(artefacts()), "reading runs") as done:
+        for artefact in artefacts():
+            with collected(troubles, artefact):
+                if wanted(artefact):
+                    work[artefact] = reproduction.jobs_of(artefact, overrides, answers, to_run=to_run)
+            done()
     return work, troubles
 
 
@@ -325,12 +308,13 @@ def recorded_of_all(
 ) -> tuple[dict[Artefact, tuple[list[Job], list[Outcome]]], dict[Artefact, str]]:
     """The jobs of every `wanted` artefact with their outcomes on disk, and what is wrong with those that have none; runs nothing."""
     found: dict[Artefact, tuple[list[Job], list[Outcome]]] = {}
-    with counted(len(artefacts()), "reading runs") as read, counted(len(artefacts()), "reading records") as judged:
-        work, troubles = jobs_of_all(overrides, answers, to_run=False, done=read, wanted=wanted)
-        place = run_context(base) if any(job.config is not None for jobs in work.values() for job in jobs) else None
+    work, troubles = jobs_of_all(overrides, answers, to_run=False, wanted=wanted)
+    place = run_context(base) if any(job.config is not None for jobs in work.values() for job in jobs) else None
+    store = Store(base.results_dir, base.records)
+    with counted(len(work), "reading records") as judged:
         for artefact, jobs in work.items():
             with collected(troubles, artefact):
-                found[artefact] = jobs, recorded(artefact, jobs, Store(base.results_dir, base.records), place, answers)
+                found[artefact] = jobs, reproduction.recorded(artefact, jobs, store, place, answers)
             judged()
     answers.save()
     return found, troubles

@@ -14,7 +14,8 @@ from hydra._internal.utils import get_args_parser
 
 from quicksilver.cli.arguments import Command, SweepOptions, searching
 from quicksilver.cli.main import help_of, say
-from quicksilver.cli.progress import needing
+from quicksilver.cli.progress import needing, summary, watched
+from quicksilver.models import parallel
 from quicksilver.runs.composing import hydra_started, quoted, searched, with_settings
 from quicksilver.runs.config import RunConfig, compose
 from quicksilver.runs.tracker import sync_hint
@@ -57,9 +58,10 @@ class Run(SweepOptions):
         if given.multirun or self.plan or any(word.startswith(_MAY_SWEEP) for word in overrides):
             from quicksilver.cli import sweeping
 
-            if self.plan and not given.multirun and not sweeping.is_sweep(overrides, extra_dirs):
+            swept = given.multirun or sweeping.is_sweep(overrides, extra_dirs)
+            if self.plan and not swept:
                 compose(overrides, extra_dirs)  # refuses what the run would refuse: several values without -m
-            if given.multirun or self.plan or sweeping.is_sweep(overrides, extra_dirs):
+            if self.plan or swept:
                 return sweeping.main(overrides, extra_dirs, self)
         if (self.name, self.limit, self.workers, self.shard) != (None, None, None, False):
             raise ConfigError("name, limit, workers and shard are keys of a sweep: quicksilver run -m …")
@@ -67,8 +69,6 @@ class Run(SweepOptions):
 
     def _make(self, config: RunConfig) -> int:
         """Make or find the record of one config and print what it says."""
-        from quicksilver.cli.progress import summary, watched
-        from quicksilver.models import parallel
         from quicksilver.runs.estimate import check_time
         from quicksilver.runs.run import check_shared, make, plan
 

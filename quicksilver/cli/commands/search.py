@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from quicksilver.cli.arguments import Command, key
 from quicksilver.cli.main import say
 from quicksilver.cli.progress import progress_bar, width
-from quicksilver.files import check_writable
+from quicksilver.files import check_writable, write_atomically
 from quicksilver.records.identity import Ledger
+from quicksilver.runs.choices import choices
+from quicksilver.runs.composing import searched
+from quicksilver.runs.config import RunConfig, compose, schedules_file
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.options import Count, InnerShare, Positive, check_positive
 
@@ -25,13 +28,15 @@ if TYPE_CHECKING:
     from quicksilver.models.loading import Loaded
     from quicksilver.modules.fitted import Translator
     from quicksilver.records.record import Record
-    from quicksilver.runs.config import RunConfig
     from quicksilver.runs.context import RunContext
     from quicksilver.runs.dials import Fit as FittedDial
     from quicksilver.runtime.architecture import Architecture
 
 TRAINED_FOR = (0.4, 0.5)  # shares saved by the schedules that `distill` trains for, each with either number of protected tokens
 TEXTS = ("python-docs", "wikitext103")
+
+
+_TEXT = ("[a,b]", "calibration parts that are read; default: [python-docs,wikitext103]")  # a key of `fit` and `schedule`
 
 
 def percent(share: float) -> float:
@@ -73,14 +78,12 @@ class Budget(Command):
             print("Say what to hold: quicksilver budget save=0.3, or cost=1 (make budget ARGS='save=0.3').")
             return 0
         from quicksilver.report.sweeps import budget_table
-        from quicksilver.runs.config import compose
         from quicksilver.runs.context import RunContext
 
         context = RunContext()
         wanted = [dials.Budget("save", percent(share), self.of) for share in self.save]
         wanted += [dials.Budget("cost", pct, sure=self.sure) for pct in self.cost]
-        default, asked = compose([]), compose(self.overrides)
-        results, refused = Path(asked.results_dir), list[str]()
+        results, refused = Path(compose(self.overrides).results_dir), list[str]()
         if self.output:
             _output(str(Path(self.output).parent), results)
         reports: list[tuple[FittedDial, dict[str, tuple[Record, Record]]]] = []
@@ -97,22 +100,14 @@ class Budget(Command):
             if self.output:
                 dials.note(found, Path(self.output))
             reports.append((found, self._later(found, yaml, context)))
-            own = [word for word in self.overrides if not word.startswith(("modules", "protocol="))]
-            use = [
-                "--config-dir",
-                str(results / "budget"),
-                f"modules=[{yaml.stem}]",
-                f"protocol={found.config.protocol.name}",
-                *own,
-            ]
+            use = ["--config-dir", str(results / "budget"), f"modules=[{yaml.stem}]", f"protocol={found.config.protocol.name}"]
+            use += [word for word in self.overrides if not word.startswith(("modules", "protocol="))]
             print(f"To {budget}: {found.dial.said(found.chosen.value)}, written to {yaml}. To use it:")
             print(f"  quicksilver run {shlex.join(use)}")
             print(f"or add to a command of your own: {shlex.join(dials.frozen_overrides(found, yaml))}\n")
         if reports:
-            config = reports[0][0].config
-            other = (config.model.name, config.dataset.name) != (default.model.name, default.dataset.name)
-            of = [config.model.name, config.dataset.name] if other else []
-            made = budget_table(reports, "-".join(["budget", dial.name, *of]))
+            of, default = ([one.model.name, one.dataset.name] for one in (reports[0][0].config, compose([])))
+            made = budget_table(reports, "-".join(["budget", dial.name, *(of if of != default else [])]))
             print(made.text(width()))
             print("Written: " + ", ".join(map(str, made.write(results / "tables"))))
         for message in refused:
@@ -122,7 +117,6 @@ class Budget(Command):
     def _later(self, found: FittedDial, yaml: Path, context: RunContext) -> dict[str, tuple[Record, Record]]:
         """The frozen dial on the test part, and on other texts, each with its dense record."""
         from quicksilver.records.store import Store
-        from quicksilver.runs.config import compose
         from quicksilver.runs.dials import frozen_overrides
         from quicksilver.runs.run import ensure
 
@@ -157,7 +151,6 @@ class Calibrate(Command):
         from quicksilver.data.windows import check_context
         from quicksilver.modules.calibration import SIGNALS, calibrated, calibration_path
         from quicksilver.modules.signals import AttentionReceived
-        from quicksilver.runs.config import compose
         from quicksilver.runs.context import RunContext
 
         config, context = self._of_file(compose(self.overrides)), RunContext()
@@ -209,9 +202,7 @@ class Fit(Command):
 
     takes = "run"
     layers: list[Count] = key("[7,8]", "source layers, from 0; default: a third to three quarters of the depth", factory=list)
-    text: list[str] = key(
-        "[a,b]", "calibration parts that are read; default: [python-docs,wikitext103]", factory=lambda: [*TEXTS]
-    )
+    text: list[str] = key(*_TEXT, factory=lambda: [*TEXTS])
     windows: Positive = key("240", "at most this many windows of protocol.window_tokens", 240)
     ridge: Annotated[float, check_positive] = key("0.003", "penalty, as a multiple of the mean of the diagonal", 3e-3)
     distill: Count = key("0", "then so many steps of Adam on KL to the dense logits", 0)
@@ -222,8 +213,6 @@ class Fit(Command):
 
     def main(self) -> int:
         """Fit, write, and name the files."""
-        from quicksilver.runs.config import compose
-
         written = self.fit(compose(self.overrides))
         for path in written:
             print(f"translator={path} ({path.stat().st_size / 1e6:.2f} MB)")
@@ -237,7 +226,6 @@ class Fit(Command):
         import torch
 
         from quicksilver.fitting.fit import check_source_layers, fit_lens, fit_translators, priced
-        from quicksilver.runs.composing import searched
         from quicksilver.runs.context import RunContext
         from quicksilver.runtime.architecture import architecture_of
 
@@ -246,9 +234,7 @@ class Fit(Command):
         arch, dtype = architecture_of(loaded.model), getattr(torch, self.dtype)
         layers = self.layers or list(range(max(1, arch.n_layers // 3), 3 * arch.n_layers // 4 + 1))
         check_source_layers(arch, layers)
-        text = calibration_half(
-            config, self.text, loaded, "fit", self.windows, continued=self.distill > 0, extra_dirs=searched(self.overrides)[0]
-        )
+        text = calibration_half(config, self.text, loaded, "fit", self.windows, self.overrides, continued=self.distill > 0)
         for dataset, said in text.provenance["texts"].items():
             left_out = f"{said['left_out']} of {said['paragraphs']} paragraphs left out, test text has them too"
             print(f"{dataset}: {said['windows']} windows; {left_out}")
@@ -262,10 +248,8 @@ class Fit(Command):
             sums = folder / f".{name}{control}.sums.safetensors"
             steps = bar(f"fitting {name}")
             found = fit_translators(arch, text, layers, ridge=self.ridge, control=self.control, checkpoint=sums, progress=steps)
-            return {
-                layer: self._distilled(arch, one, text, config.protocol.prompt_tokens) if self.distill else one
-                for layer, one in found.items()
-            }
+            prompt = config.protocol.prompt_tokens
+            return {at: self._distilled(arch, one, text, prompt) if self.distill else one for at, one in found.items()}
 
         found, cost = priced(fitted, model=name, layers=layers, distill_steps=self.distill, tokens=text.ids.numel())
         written = {layer: folder / f"{name}.layer{layer}{control}.safetensors" for layer in found}
@@ -299,9 +283,7 @@ class Schedule(Command):
     takes = "run"
     save: list[InnerShare] = key("SHARE", "of the prompt's executed FLOPs, one or several: save=[0.4,0.5]", factory=list)
     translators: list[str] = key("[…]", "files of `quicksilver fit`", factory=list)
-    text: list[str] = key(
-        "[a,b]", "calibration parts that are read; default: [python-docs,wikitext103]", factory=lambda: [*TEXTS]
-    )
+    text: list[str] = key(*_TEXT, factory=lambda: [*TEXTS])
     windows: Positive = key("64", "windows of the choosing half", 64)
     output: str | None = key("FILE", "default: results_dir/translators/MODEL.schedules.yaml")
 
@@ -310,41 +292,23 @@ class Schedule(Command):
         if not self.save or not self.translators:
             asked = "quicksilver schedule save=[0.4,0.5] translators=[FILE] (of `quicksilver fit`)"
             raise ConfigError(f"Give budgets and translators: {asked}.")
+        import yaml
+
+        from quicksilver.fitting.schedules import KLToDense, search
+        from quicksilver.modules.fitted import Translator, model_digest
         from quicksilver.modules.staged_halting import shipped_with_schedules
-        from quicksilver.runs.config import compose, schedules_file
+        from quicksilver.runs.context import RunContext
+        from quicksilver.runtime.architecture import architecture_of
 
         config = compose(self.overrides)
         path = Path(self.output) if self.output else schedules_file(config)
         _output(self.output and str(path.parent), path.parent)
-        self.choose(config, path)
-        print(f"Written: {path}")
-        given = _without_modules(self.overrides)
-        if self.output or config.model.name in shipped_with_schedules():
-            given += f" modules.predicted_kv.schedule={path}"  # no run would look there
-        print("Measure it, beside its null:")
-        for share in self.save:
-            print(f"  quicksilver run {given} protocol=continuation modules=[predicted_kv] modules.predicted_kv.save={share:g}")
-        return 0
-
-    def choose(self, config: RunConfig, path: Path) -> None:
-        """Search every budget, and write what was found to `path`."""
-        import yaml
-
-        from quicksilver.files import write_atomically
-        from quicksilver.fitting.schedules import KLToDense, search
-        from quicksilver.modules.fitted import Translator, model_digest
-        from quicksilver.runs.composing import searched
-        from quicksilver.runs.context import RunContext
-        from quicksilver.runtime.architecture import architecture_of
-
         loaded = RunContext().model(config)
         arch = architecture_of(loaded.model)
         translators = {file: Translator.load(file) for file in self.translators}
         for translator in translators.values():
             translator.check(arch)
-        text = calibration_half(
-            config, self.text, loaded, "choose", self.windows, continued=True, extra_dirs=searched(self.overrides)[0]
-        )
+        text = calibration_half(config, self.text, loaded, "choose", self.windows, self.overrides, continued=True)
         judge, schedules = KLToDense(arch, text.ids, config.protocol.prompt_tokens), dict[float, Any]()
         for share in self.save:
             found, pct = search(judge, [*translators.values()], share, progress=_say), percent(share)
@@ -358,6 +322,14 @@ class Schedule(Command):
         }  # fmt: skip
         rule = "chosen by KL to dense on calibration text, by the rule of docs/predicted-kv.md (quicksilver schedule)"
         write_atomically(path, f"# {config.model.name}: {rule}.\n{yaml.safe_dump(content, sort_keys=False)}".encode())
+        print(f"Written: {path}")
+        given = _without_modules(self.overrides)
+        if self.output or config.model.name in shipped_with_schedules():
+            given += f" modules.predicted_kv.schedule={path}"  # no run would look there
+        print("Measure it, beside its null:")
+        for share in self.save:
+            print(f"  quicksilver run {given} protocol=continuation modules=[predicted_kv] modules.predicted_kv.save={share:g}")
+        return 0
 
 
 def _output(given: str | None, otherwise: Path) -> Path:
@@ -368,12 +340,12 @@ def _output(given: str | None, otherwise: Path) -> Path:
 
 
 def _entry(found: Sequence[Candidate]) -> dict[str, Any]:
-    numbers = [
-        {"saved_pct": round(one.saved_pct, 2), "kl_nats": round(one.kl_nats, 5), "kl_error_nats": round(one.kl_error, 5)}
-        for one in found
-    ]
-    others = {str(one.schedule): said for one, said in zip(found[1:], numbers[1:], strict=True)}
-    return {"schedule": dataclasses.asdict(found[0].schedule), **numbers[0], "compared_with": others}
+    def said(one: Candidate) -> dict[str, float]:
+        return {"saved_pct": round(one.saved_pct, 2), "kl_nats": round(one.kl_nats, 5), "kl_error_nats": round(one.kl_error, 5)}
+
+    best, *others = found
+    compared = {str(one.schedule): said(one) for one in others}
+    return {"schedule": dataclasses.asdict(best.schedule), **said(best), "compared_with": compared}
 
 
 def _say(one: Candidate) -> None:
@@ -392,20 +364,20 @@ def bar(what: str, unit: str = "batch") -> Any:
 
 
 def calibration_half(
-    config: RunConfig, datasets: Sequence[str], loaded: Loaded, half: Half, windows: int | None, *, continued: bool = False,
-    extra_dirs: Sequence[Path] = (),
+    config: RunConfig, datasets: Sequence[str], loaded: Loaded, half: Half, windows: int | None, overrides: Sequence[str] = (),
+    *, continued: bool = False,
 ) -> FitText:  # fmt: skip
     """Windows of one half of these datasets' calibration parts, without what the test part of any dataset at hand has, too.
 
     Args:
+        overrides: of the command; datasets in folders of its `--config-dir` count too.
         continued: each window is a prompt of protocol.prompt_tokens, and tokens after it.
-        extra_dirs: folders of `--config-dir`, whose datasets count too.
     """
     from quicksilver.data.windows import check_context
     from quicksilver.fitting.fit import fit_text
-    from quicksilver.runs.choices import choices
 
     window_tokens, prompt_tokens = config.protocol.window_tokens, config.protocol.prompt_tokens
+    extra_dirs, _ = searched(overrides)
     check_context(loaded.model, window_tokens)
     if continued and prompt_tokens > window_tokens - 2:
         raise ConfigError(
@@ -424,7 +396,6 @@ def calibration_half(
 
 def _part(config: RunConfig, name: str, part: Literal["test", "calibration"], extra_dirs: Sequence[Path]) -> Any:
     from quicksilver.data.text import read_text
-    from quicksilver.runs.config import compose
 
     dataset = compose([f"dataset={name}"], extra_dirs).dataset
     if dataset.reader == "tagged":

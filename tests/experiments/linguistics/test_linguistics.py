@@ -4,7 +4,8 @@ import pytest
 from harness_world import make_treebank, make_world
 from thinning import first
 
-from quicksilver.experiments.linguistics import fusion_and_constituents, runs
+from quicksilver.experiments.linguistics import fusion_and_constituents
+from quicksilver.experiments.linguistics import fusion_and_constituents as runs
 from quicksilver.measure.words import ConstituentsResult, WordClassesResult
 from quicksilver.records.store import Store
 from quicksilver.report.artefacts import Outcome, find

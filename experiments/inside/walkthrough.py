@@ -17,8 +17,7 @@ from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, le
 from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, filled
 
 from .. import drawing as draw
-from . import halting, sentences
-from . import held as has
+from . import halting, held, sentences
 
 TEXT = sentences.SENTENCE
 _RUNS = sentences.runs("all four")
@@ -38,8 +37,8 @@ def table05_walkthrough(outcomes: Sequence[Outcome], name: str) -> Table:
     halted, fused = frame["halts_after_layer"].notna().sum(), frame["fused_into"].notna().sum()
     skipped = ((frame["layers_without_kv"] > 0) & frame["fused_into"].isna()).sum()
     widths = frame["bits"].value_counts().sort_index(ascending=False)
-    held = ", ".join(f"{count} are held at {width:.0f} bits" for width, count in widths.items())
-    counted = f"Of {len(frame)} tokens {halted} halt, {skipped} have no K/V entry in some layer, {fused} are carried by a neighbour, and {held}."
+    of_widths = ", ".join(f"{count} are held at {width:.0f} bits" for width, count in widths.items())
+    counted = f"Of {len(frame)} tokens {halted} halt, {skipped} have no K/V entry in some layer, {fused} are carried by a neighbour, and {of_widths}."
     return Table(name, "Table 5: one sentence through all four modules", frame, (panel,), (counted, *LEGEND))
 
 
@@ -61,7 +60,7 @@ def walk(record: Record) -> pd.DataFrame:
         if key.startswith("table5.") and (word := re.search(r'"([^"]+)"', claim.quote)) is not None:
             said = re.sub(r'^(Token )?"[^"]+":? *', "", claim.quote).replace("->", "→")
             claims.setdefault(word[1].lower(), []).append(said)
-    quantized = width < has.UNTOUCHED_BITS
+    quantized = width < held.UNTOUCHED_BITS
     frame = pd.DataFrame({"panel": "sentence", "section": "", "slot": tokens.index, "token": tokens, "halts_after_layer": halts})
     return frame.assign(
         resumes_in_layer=again.idxmax().where(again.any()),
@@ -250,7 +249,7 @@ def figure02_mechanisms(outcomes: Sequence[Outcome], name: str) -> Figure:
             if key != "overridden":
                 draw.labels_below(axis, tokens)
                 axis.set(xlabel="token", ylabel="layer")
-    entries = "; ".join(f"{name}: {said.partition(': ')[2]}" for name, (said, _) in has.ENTRIES.items())
+    entries = "; ".join(f"{name}: {said.partition(': ')[2]}" for name, (said, _) in held.ENTRIES.items())
     caption = sentences.caption(
         outcomes,
         TEXT,
@@ -287,22 +286,22 @@ def _curves(axes: Axes, record: Record) -> tuple[pd.DataFrame, list[Any]]:
 
 def _entries(axes: Axes, record: Record) -> tuple[pd.DataFrame, list[Any]]:
     signals = record.signals(TEXT)
-    frame = sentences.in_layers(signals).assign(entry=has.entries(signals))
-    has.draw_entries(axes, sentences.layers(frame, "entry"))
-    return frame, list(has.entries_keys(frame["entry"], short=True))
+    frame = sentences.in_layers(signals).assign(entry=held.entries(signals))
+    held.draw_entries(axes, sentences.layers(frame, "entry"))
+    return frame, list(held.entries_keys(frame["entry"], short=True))
 
 
 def _lives(axes: Axes, record: Record) -> tuple[pd.DataFrame, list[Any]]:
     signals = record.signals(TEXT)
-    frame = has.lives(signals)
-    has.draw_lives(axes, signals, range(len(frame)), across=False)
-    return frame.rename(columns={"until": "layer"}), list(has.lives_keys(short=True))
+    frame = held.lives(signals)
+    held.draw_lives(axes, signals, range(len(frame)), across=False)
+    return frame.rename(columns={"until": "layer"}), list(held.lives_keys(short=True))
 
 
 def _widths(axes: Axes, record: Record) -> tuple[pd.DataFrame, list[Any]]:
     signals = record.signals(TEXT)
-    frame = sentences.in_layers(signals, "bits", "entropy_nats").assign(held=has.held(signals))
+    frame = sentences.in_layers(signals, "bits", "entropy_nats").assign(held=held.held(signals))
     states = sentences.layers(frame, "held")
-    has.draw_held(axes, states)
+    held.draw_held(axes, states)
     draw.separate_columns(axes, states.shape[1])
-    return frame, list(has.held_keys(frame["held"], record.model.dtype))
+    return frame, list(held.held_keys(frame["held"], record.model.dtype))

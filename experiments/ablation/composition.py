@@ -5,6 +5,7 @@ all_positions): two tables whose settings were chosen on calibration text, by ru
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import pandas as pd
@@ -14,7 +15,7 @@ from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row, artefact
 from quicksilver.report.table import Table
 
-from .techniques import options, row_of
+from .techniques import composed, options, panel_rows, row_of
 
 PANEL, SEARCH = "continuation", "calibration"
 SKIPPING, FUSION, INT8, INT8_FLOAT_KV, HALF = "skipping", "fusion", "int8", "int8.kv", "bfloat16"
@@ -40,96 +41,78 @@ SKIPPED: tuple[float, float] = (0.1, 0.4)
 FUSED: tuple[float, str] = (0.196429, "attention")
 
 
-def settings(
-    ingredients: Sequence[str], skipped: tuple[float, float] = SKIPPED, fused: tuple[float, str] = FUSED
-) -> tuple[str, tuple[str, ...]]:
-    """Modules (separated by commas) and overrides of the preset with these ingredients."""
-    # The oldest are not dropped; as many tokens are fused away before the same layer, the protected spared.
-    schedule = options(
-        "quicksilver", save="null", schedule="{drop_before: 3, drop_share: 0.0, predict_before: 10, protect_last: 32}"
-    )
-    fusing = options("token_fusion", start=0.1875, fused_share=fused[0], criterion=fused[1], protect_last=32)
-    quantized = ("adaptive_quantization_uniform8", *options("adaptive_quantization", execution="int8", depth=0.0))
-    found = {
-        SKIPPING: ("kv_skipping_attention", *options("kv_skipping", skipped_share=skipped[0], min_depth=skipped[1])),
-        FUSION: ("token_fusion_attention", *schedule, *fusing),
-        INT8: quantized,
-        INT8_FLOAT_KV: (*quantized, *options("adaptive_quantization", kv="false")),
-        HALF: ("bfloat16",),
-    }
-    used = [words for name, words in found.items() if name in ingredients]
-    return ",".join(["quicksilver", *(words[0] for words in used)]), tuple(word for words in used for word in words[1:])
+def _skipping(share: float, depth: float) -> tuple[str, ...]:
+    return ("kv_skipping_attention", *options("kv_skipping", skipped_share=share, min_depth=depth))
 
 
-def composition_rows() -> list[Row]:
-    """The test panel, then what was tried on calibration text."""
-    return [*_test_rows(), *_search_rows()]
+def _fusing(share: float, pairs: str) -> tuple[str, ...]:
+    """The oldest are not dropped; as many tokens are fused away before the same layer, the protected spared."""
+    schedule = "{drop_before: 3, drop_share: 0.0, predict_before: 10, protect_last: 32}"
+    fusing = options("token_fusion", start=0.1875, fused_share=share, criterion=pairs, protect_last=32)
+    return ("token_fusion_attention", *options("quicksilver", save="null", schedule=schedule), *fusing)
 
 
+_INT8 = ("adaptive_quantization_uniform8", *options("adaptive_quantization", execution="int8", depth=0.0))
+_SETTINGS = {
+    SKIPPING: _skipping(*SKIPPED),
+    FUSION: _fusing(*FUSED),
+    INT8: _INT8,
+    INT8_FLOAT_KV: (*_INT8, *options("adaptive_quantization", kv="false")),
+    HALF: ("bfloat16",),
+}
+_PRESET = ("quicksilver",)
 _ALWAYS = ("model=reference-gpt2", "protocol=continuation", "dataset=python-docs")
 _NO_NULL = "measure.null_control.enabled=false"
 
 
-def _test_rows() -> Iterator[Row]:
+def composition_rows() -> list[Row]:
+    """The test panel, then what was tried on calibration text."""
     always = (*_ALWAYS, "dataset.windows=64", _NO_NULL)
-
-    def row(section: str, key: str, technique: str, ingredients: Sequence[str]) -> Row:
-        modules, overrides = settings(ingredients)
-        return row_of(PANEL, section, key, technique, modules, *always, overrides=overrides)
-
-    yield row_of(PANEL, "", "dense", "Dense", "", *always)
-    yield row("", "preset", "Dropped, then predicted", ())
-    for name, what in NAMES.items():
-        yield row("One ingredient added", f"add.{name}", f"+ {what}", (name,))
-    yield row("Composed", "all", f"with {' + '.join(NAMES[name] for name in ALL)}", ALL)
-    left_out = "One left out of the composition"
-    for name in ALL:
-        yield row(left_out, f"out.{name}", f"− {NAMES[name]}", [other for other in ALL if other != name])
-    yield row(left_out, "swap.int8", "int8 and packed K/V in place of bfloat16", (SKIPPING, FUSION, INT8))
-    for name, technique in (("bfloat16", "bfloat16"), ("int8_dynamic", "dynamic int8")):
-        yield row_of(PANEL, "Number formats alone", f"alone.{name}", technique, name, *always)
+    one_left_out, formats = "One left out of the composition", {"bfloat16": "bfloat16", "int8_dynamic": "dynamic int8"}
+    made: list[tuple[str, str, str, Sequence[str]]] = [
+        ("", "preset", "Dropped, then predicted", ()),
+        *(("One ingredient added", f"add.{name}", f"+ {what}", (name,)) for name, what in NAMES.items()),
+        ("Composed", "all", f"with {' + '.join(NAMES[name] for name in ALL)}", ALL),
+        *((one_left_out, f"out.{name}", f"− {NAMES[name]}", [other for other in ALL if other != name]) for name in ALL),
+        (one_left_out, "swap.int8", "int8 and packed K/V in place of bfloat16", (SKIPPING, FUSION, INT8)),
+    ]
+    return [
+        row_of(PANEL, "", "dense", "Dense", "", *always),
+        *(
+            composed(PANEL, at, key, said, [_PRESET, *map(_SETTINGS.__getitem__, parts)], *always)
+            for at, key, said, parts in made
+        ),
+        *(row_of(PANEL, "Number formats alone", f"alone.{name}", said, name, *always) for name, said in formats.items()),
+        *_search_rows(),
+    ]
 
 
 def _search_rows() -> Iterator[Row]:
-    always = (
-        *(*_ALWAYS, "dataset.part=calibration", "dataset.windows=40", "measure=quick"),
-        *(_NO_NULL, "measure.audit.enabled=false"),
-    )
-
-    def row(key: str, technique: str, found: tuple[str, tuple[str, ...]]) -> Row:
-        return row_of(SEARCH, "", key, technique, found[0], *always, overrides=found[1])
-
-    yield row("dense", "Dense", ("", ()))
-    yield row("preset", "Dropped, then predicted", settings(()))
+    calibrating = ("dataset.part=calibration", "dataset.windows=40", "measure=quick", _NO_NULL, "measure.audit.enabled=false")
+    always = (*_ALWAYS, *calibrating)
+    yield row_of(SEARCH, "", "dense", "Dense", "", *always)
+    yield composed(SEARCH, "", "preset", "Dropped, then predicted", [_PRESET], *always)
     for share, depth in SKIPPINGS:
         technique = f"+ {100 * share:g}% of entries skipped from {depth:g} of the depth"
-        yield row(f"skipping {share:g} {depth:g}", technique, settings((SKIPPING,), skipped=(share, depth)))
+        yield composed(SEARCH, "", f"skipping {share:g} {depth:g}", technique, [_PRESET, _skipping(share, depth)], *always)
     for fused, pairs in FUSIONS:
         technique = f"{100 * fused:.0f}% fused by {pairs}, not dropped"
-        yield row(f"fusion {fused:g} {pairs}", technique, settings((FUSION,), fused=(fused, pairs)))
+        yield composed(SEARCH, "", f"fusion {fused:g} {pairs}", technique, [_PRESET, _fusing(fused, pairs)], *always)
 
 
 @artefact(composition_rows)
 def table_composition(outcomes: Sequence[Outcome], name: str) -> Table:
     """Table composition: what each of the four ingredients saves on top of halting with prediction, and at what price.
 
-    The model's own schedule at 40% of the prompt's work (`modules=[quicksilver]`) with each ingredient added, with all that go together, and with
-    each of them left out: skipped K/V entries, tokens fused into neighbours where they would be dropped, int8 products with packed K/V, bfloat16.
-    The settings were chosen on calibration text by KL to dense, before a test text was scored (`SKIPPED`, `FUSED`; the runs behind them are the
-    panel `calibration`).
-    The price of an ingredient is the rise of KL to dense for each percentage point that it saves of the prompt's time: when it is added to the
-    preset, and when it is left out of the composition.
+    The settings were chosen on calibration text by KL to dense, before a test text was scored (`SKIPPED`, `FUSED`; panel `calibration`). The price
+    of an ingredient is the rise of KL for each percentage point that it saves of the prompt's time, added to the preset and in the composition.
     """
     frame = comparison.frame(outcomes)
-    panels = {
-        PANEL: "The preset at 40% of the prompt's work, composed",
-        SEARCH: "Calibration text: the choice of the settings",
-    }
-    there = {
-        panel: {one.row.key: one for one in outcomes if one.row.panel == panel and one.record is not None} for panel in panels
-    }
-    measured = {panel: frame[frame["panel"] == panel].set_index("key") for panel in panels}
-    said = {PANEL: findings(there[PANEL], measured[PANEL]), SEARCH: choices(there[SEARCH], measured[SEARCH])}
+    panels = {PANEL: "The preset at 40% of the prompt's work, composed", SEARCH: "Calibration text: the choice of the settings"}
+    said = {}
+    for panel, say in {PANEL: findings, SEARCH: choices}.items():
+        there = {one.row.key: one for one in outcomes if one.row.panel == panel and one.record is not None}
+        said[panel] = say(there, frame[frame["panel"] == panel].set_index("key"))
     title = "The composition: what each ingredient is worth"
     return comparison.table(outcomes, name, title, panels, rows=frame, said=said)
 
@@ -149,14 +132,13 @@ def choices(there: Mapping[str, Outcome], measured: pd.DataFrame) -> tuple[str, 
         return ()
     said, kl = [], measured["kl_nats"].astype(float)
     if skipping := [key for key in there if key.startswith("skipping")]:
+        best, why = kl[skipping].idxmin(), "each raises KL significantly; this one least"
         alike = [key for key in skipping if (change := kl_change(there[key], there["preset"])) is not None and change.low <= 0]
         if alike:
             best, why = (
                 measured.loc[alike, "kv_bytes_saved_pct"].astype(float).idxmax(),
                 "most bytes saved at no significant rise of KL",
             )
-        else:
-            best, why = kl[skipping].idxmin(), "each raises KL significantly; this one least"
         said.append(f"Chosen: {measured.at[best, 'technique']} ({why}).")
     if fusing := [key for key in there if key.startswith("fusion")]:
         said.append(f"Chosen: {measured.at[kl[fusing].idxmin(), 'technique']} (least KL).")
@@ -167,12 +149,10 @@ def findings(there: Mapping[str, Outcome], measured: pd.DataFrame) -> tuple[str,
     """One sentence an ingredient: what it changes when it is added and when it is left out, and its price."""
     said = []
     for name, what in NAMES.items():
+        pairs = (("added to the preset", f"add.{name}", "preset"), ("in the composition", "all", f"out.{name}"))
         changes = [
             f"{way}: {_change(measured.loc[one], measured.loc[other], kl_change(there[one], there[other]))}"
-            for way, one, other in (
-                ("added to the preset", f"add.{name}", "preset"),
-                ("in the composition", "all", f"out.{name}"),
-            )
+            for way, one, other in pairs
             if one in there and other in there
         ]
         detail = "; ".join(changes)
@@ -198,7 +178,6 @@ def _change(one: Mapping[str, Any], other: Mapping[str, Any], change: Interval |
 
 
 # --- all positions scored --------------------------------------------------------------------------------------------------------
-
 CHOSEN = {"reference-gpt2": 0.0002, "reference-llama": 0.0006}
 TEXTS = ("python-docs", "wikitext103")
 ERRORS = (0.0001, 0.0002, 0.0003, 0.0004, 0.0006)
@@ -212,31 +191,22 @@ ORACLE = (
 )
 
 
-def _sparse(error: float) -> tuple[str]:
-    return (f"modules.channel_sparsity.error={error}",)
-
-
 def all_positions_rows() -> list[Row]:
     """A panel for each model and text, then what was tried on calibration text."""
-    found = []
-    for model, error in CHOSEN.items():
-        for text in TEXTS:
-            panel, always = f"{model} {text}", (*ALWAYS, f"model={model}", f"dataset={text}", "dataset.windows=64")
-            found += [
-                row_of(panel, "", "dense", "Dense", "", *always),
-                row_of(panel, "", "channels", "Channels inside tokens", "channel_sparsity", *always, overrides=_sparse(error)),
-                row_of(panel, "", "paper", "Token halting (paper)", "halting", *always),
-            ]
-            if text == TEXTS[0]:
-                found.append(
-                    row_of(panel, "", "ceiling", "Ceiling of stopping: an oracle", "oracle_exit", *always, overrides=ORACLE)
-                )
-    for model in CHOSEN:
-        panel, always = f"calibration {model}", (*ALWAYS, f"model={model}", "dataset.part=calibration", "dataset.windows=32")
-        found += [
-            row_of(panel, "", f"{error:g}", f"error {error:g}", "channel_sparsity", *always, overrides=_sparse(error))
-            for error in ERRORS
-        ]
+    found: list[Row] = []
+    members = {"channels": "Channels inside tokens", "paper": "Token halting (paper)"}
+    ceiling = {"ceiling": "Ceiling of stopping: an oracle"}
+    for (model, error), text in product(CHOSEN.items(), TEXTS):
+        always = (*ALWAYS, f"model={model}", f"dataset={text}", "dataset.windows=64")
+        sparse = ("channel_sparsity", *options("channel_sparsity", error=error))
+        own = {"channels": sparse, "paper": ("halting",), "ceiling": ("oracle_exit", *ORACLE)}
+        found += panel_rows(f"{model} {text}", {"": members | (ceiling if text == TEXTS[0] else {})}, *always, own=own)
+    for model, error in product(CHOSEN, ERRORS):
+        always = (*ALWAYS, f"model={model}", "dataset.part=calibration", "dataset.windows=32")
+        overrides = options("channel_sparsity", error=error)
+        found.append(
+            row_of(f"calibration {model}", "", f"{error:g}", f"error {error:g}", "channel_sparsity", *always, overrides=overrides)
+        )
     return found
 
 
@@ -258,12 +228,11 @@ def table_all_positions(outcomes: Sequence[Outcome], name: str) -> Table:
     leave out.
     """
     frame = comparison.frame(outcomes)
-    panels = {f"{model} {text}": f"{model}, {text}: every position scored" for model in CHOSEN for text in TEXTS}
+    panels = {f"{model} {text}": f"{model}, {text}: every position scored" for model, text in product(CHOSEN, TEXTS)}
     panels |= {f"calibration {model}": f"{model}, calibration text: the choice of the error" for model in CHOSEN}
     said = {key: comparison.cautions(frame, key) for key in panels}
     for model in CHOSEN:
-        best = chosen(frame, model)
-        error = "none" if best is None else f"error {best:g}"
+        error = "none" if (best := chosen(frame, model)) is None else f"error {best:g}"
         said[f"calibration {model}"] += (f"Chosen: {error}, the least that saves {TARGET_PCT:g}% here.",)
     title = "All positions scored: work inside a token, and tokens that stop"
     return comparison.table(outcomes, name, title, panels, rows=frame, said=said, cautious=False)

@@ -1,13 +1,11 @@
-"""What the paper's mechanisms, plain baselines and this package's own schedule save of a prompt's work, and at what cost, on one model and on a
-second training of it.
-
-The paper's mechanisms stand at their defaults and as table fair_trial tuned them.
-"""
+"""What the paper's mechanisms, at their defaults and as table fair_trial tuned them, plain baselines and this package's own schedule save of a
+prompt's work, and at what cost, on one model and on a second training of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pandas as pd
@@ -20,7 +18,7 @@ from quicksilver.report.table import ENDS, NO_VALUE, Column, Lines, Panel, Table
 from ..sweeps import table_fair_trial as fair_trial
 from ..sweeps.figure_ladder import SEEDS
 from . import prompts
-from .techniques import chosen, options, row_of, steps
+from .techniques import options, panel_rows, row_of, steps
 
 PANEL, RECALL, WRITTEN = "continuation", "far-recall", "generation"
 ALWAYS = {PANEL: fair_trial.TESTED, RECALL: prompts.on_far_text(RECALL), WRITTEN: prompts.WRITING}
@@ -46,7 +44,7 @@ def front_rows() -> list[Row]:
     return [row for panel in ALWAYS for row in _rows(panel)]
 
 
-def _rows(panel: str, *model: str) -> Iterator[Row]:
+def _rows(panel: str, *model: str) -> list[Row]:
     always = (*ALWAYS[panel], *model)
     paper = (*always, *GREEDY_ALONE) if panel == WRITTEN else always
     alone, all_four = (  # table generation has the second one
@@ -57,8 +55,8 @@ def _rows(panel: str, *model: str) -> Iterator[Row]:
         fair_trial.tuned(Row(panel, "", f"tuned.{mechanism}.{budget}", technique, paper), mechanism, budget)
         for (mechanism, budget), technique in TUNED.items()
     )
-    yield from (row_of(panel, "", "dense", "Dense", "", *always), alone, *tuned, all_four)
-    yield from chosen(panel, PLAIN, *always)
+    dense, *plain = panel_rows(panel, {"": PLAIN}, *always)
+    return [dense, alone, *tuned, all_four, *plain]
 
 
 def _percent(name: str) -> Callable[[Mapping[str, Any]], Lines]:
@@ -66,10 +64,8 @@ def _percent(name: str) -> Callable[[Mapping[str, Any]], Lines]:
 
     def cell(row: Mapping[str, Any]) -> Lines:
         ends = numbers(row, name)
-        if ends[0] is None:
-            return (NO_VALUE,)
-        middle, low, high = (signed(value, _decimals(ends[0])) for value in ends)
-        return (f"{middle}% [{low}, {high}]",)
+        middle, low, high = (signed(value, _decimals(ends[0] or 0)) for value in ends)
+        return (NO_VALUE if ends[0] is None else f"{middle}% [{low}, {high}]",)
 
     return cell
 
@@ -116,22 +112,19 @@ def _panel(outcomes: Sequence[Outcome], before: str, title: str) -> tuple[pd.Dat
     frame = comparison.frame([one for one in outcomes if one.row.key != "dense"])
     far = frame[frame["panel"] == before + RECALL].set_index("key")
     frame = frame[frame["panel"] == before + PANEL].reset_index(drop=True)
-    for end in ENDS:
-        frame[f"recall_delta_ppl_pct{end}"] = frame["key"].map(far[f"delta_ppl_pct{end}"])
-    frame["recall_record"] = frame["key"].map(far["record"])
     texts = {
         one.row.key: prompts.written(one.record, prompts.GREEDY)
         for one in outcomes
         if one.row.panel == before + WRITTEN and one.row.key != "dense" and one.record is not None
     }
-    for column in (*(f"agreement{end}" for end in ENDS), "prompts"):
-        frame[column] = frame["key"].map({key: found[column] for key, found in texts.items()})
-    frame["texts_record"] = frame["key"].map({key: found["record"] for key, found in texts.items()})
+    of_texts = pd.DataFrame.from_dict(texts, "index", columns=[*(f"agreement{end}" for end in ENDS), "prompts", "record"])
+    beside = {f"recall_delta_ppl_pct{end}": far[f"delta_ppl_pct{end}"] for end in ENDS} | {"recall_record": far["record"]}
+    beside |= dict(of_texts.rename(columns={"record": "texts_record"}).items())
+    frame = frame.assign(**{column: frame["key"].map(found) for column, found in beside.items()})
     mine = [one for one in outcomes if one.row.panel == before + PANEL]
-    beside = {"Records of Δ far recall": "recall_record", "Records of Same text": "texts_record"}
     of = [
         f"{said}: {', '.join(f'{key} {run[: provenance.SHORT]}' for key, run in frame[['key', column]].dropna().itertuples(index=False))}."
-        for said, column in beside.items()
+        for said, column in {"Records of Δ far recall": "recall_record", "Records of Same text": "texts_record"}.items()
     ]
     notes = (*provenance.notes(mine), *of, *comparison.cautions(frame, before + PANEL))
     return frame, Panel(before + PANEL, title, COLUMNS, notes)
@@ -161,25 +154,19 @@ def _found(frame: pd.DataFrame) -> Iterator[str]:
     if {"40", "truncated"} <= rows.keys():
         ours, cut = rows["40"], rows["truncated"]
         apart = ours["delta_ppl_pct_low"] > cut["delta_ppl_pct_high"] or cut["delta_ppl_pct_low"] > ours["delta_ppl_pct_high"]
+        texts, kept = list[Any](number(row, "agreement") for row in (ours, rows.get("position", {}), cut)), ""
+        if None not in texts:
+            shares = "prediction keeps {:.0f}%, dropping the oldest tokens {:.0f}%, truncation {:.0f}%".format(*texts)
+            kept = f" Of the dense model's greedy text {shares}."
         yield (
             f"{FOUND}predicting the K/V of stopped tokens (ours) {saved('40')} for {cost('40')} perplexity; truncating the prompt "
             f"{saved('truncated')} for {cost('truncated')}. {'' if apart else 'Perplexity does not tell them apart. '}"
             f"KL × 100 is {100 * ours['kl_nats']:.1f} against {100 * cut['kl_nats']:.1f}; when answers depend on distant context, perplexity changes by {cost('40', 'recall_')} "
-            f"against {cost('truncated', 'recall_')}." + _same_text(ours, rows.get("position", {}), cut)
+            f"against {cost('truncated', 'recall_')}." + kept
         )
 
 
-def _same_text(*rows: Mapping[str, Any]) -> str:
-    """How much of the greedy text is the dense model's, beside the simplest baselines; nothing where no text was generated."""
-    kept = [number(row, "agreement") for row in rows]
-    if None in kept:
-        return ""
-    ours, oldest, cut = (f"{value:.0f}%" for value in kept)
-    return f" Of the dense model's greedy text prediction keeps {ours}, dropping the oldest tokens {oldest}, truncation {cut}."
-
-
 # --- a second training --------------------------------------------------------------------------------------------------------------
-
 FITTED = "fitted"
 PROMPT_ONLY = f"tuned.{fair_trial.PROMPT_ONLY}.25"
 BOTH = dict.fromkeys(("dense", "isolated.halting", PROMPT_ONLY, "position", "truncated"), "") | {
@@ -193,26 +180,19 @@ def seeds_rows() -> list[Row]:
     """The rows of both trainings; what was searched was searched for the first."""
     found = []
     ours = (*options("fitted_prediction", save="null", schedule=SCHEDULE), "dataset.calibration_windows=40")
-    for model in SEEDS:
-        for name in ALWAYS:
-            panel, always = f"{model}.{name}", (*ALWAYS[name], f"model={model}")
-            rows = [row for row in _rows(name, f"model={model}") if row.key in BOTH]
-            rows = [replace(row, technique=BOTH[row.key] or row.technique, overrides=_of_first(row), of_model={}) for row in rows]
-            rows.append(row_of(panel, "", FITTED, PLAIN["40"], "fitted_prediction", *always, overrides=ours))
-            found += [replace(row, panel=panel, defaults=("dataset=python-docs",)) for row in rows]
-    return found
-
-
-def _of_first(row: Row) -> tuple[str, ...]:
-    return row.of_model.get(SEEDS[0], row.overrides)
+    for model, name in product(SEEDS, ALWAYS):
+        panel, always = f"{model}.{name}", (*ALWAYS[name], f"model={model}")
+        for row in _rows(name, f"model={model}"):
+            if row.key in BOTH:
+                of_first = row.of_model.get(SEEDS[0], row.overrides)
+                found.append(replace(row, panel=panel, technique=BOTH[row.key] or row.technique, overrides=of_first, of_model={}))
+        found.append(row_of(panel, "", FITTED, PLAIN["40"], "fitted_prediction", *always, overrides=ours))
+    return [replace(row, defaults=("dataset=python-docs",)) for row in found]
 
 
 @artefact(seeds_rows, (prompts.TEXTS,))
 def table_seeds(outcomes: Sequence[Outcome], name: str) -> Table:
-    """Table seeds: one recipe, trained from two seeds.
-
-    Settings and schedule were chosen for the first training. The second one was trained later, and nothing was chosen for it.
-    """
+    """Table seeds: one recipe, trained from two seeds."""
     titles = dict(zip(SEEDS, ("Seed 42 (reference-gpt2)", "Seed 43"), strict=True))
     frames, found = zip(*(_panel(outcomes, f"{model}.", title) for model, title in titles.items()), strict=True)
     legend = (

@@ -1,7 +1,6 @@
-"""Figures 6 and 7: what mechanisms do to time, operations and perplexity, as bars beside the paper's numbers.
+"""Figures 6 and 7: what mechanisms do to time, operations and perplexity, as bars beside the paper's numbers: the records of Table 11.
 
-They draw the records of Table 11: the same rows, so the same runs. What the paper says elsewhere about single mechanisms and about all four
-together is answered here too.
+What the paper says elsewhere about single mechanisms and about all four together is answered here too.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pandas as pd
@@ -22,11 +22,12 @@ from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row, artefact, find
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
-from quicksilver.report.figure import HATCHES, PALETTE, Figure, panels, style, whiskers
+from quicksilver.report.figure import HATCHES, PALETTE, Figure, panels, style
 from quicksilver.report.provenance import notes, timings
 from quicksilver.report.table import ENDS, number, numbers
 
 from .. import drawing as draw
+from ..drawing import folded
 from .techniques import MECHANISMS
 
 PROTOCOLS = {"all": "protocol all", "continuation": "protocol continuation"}
@@ -47,8 +48,6 @@ def rows(section: str) -> list[Row]:
 
 
 # --- claims -----------------------------------------------------------------------------------------------------------------------
-
-
 def _of_dense(outcome: Outcome, column: str, processes: Sequence[TimedProcess] = ()) -> Estimate | None:
     """A column of `against_dense` with its interval; None where it was not measured."""
     if outcome.record is None or outcome.dense is None:
@@ -100,7 +99,7 @@ CUMULATIVE_ANSWERS: dict[str, AnsweredBy | tuple[AnsweredBy, ...]] = {
         one for step in ("halting", "kv_skipping", "fusion", "quantization") for one in _in_both(f"cumulative.{step}")
     ),
     "faq.domains.delta_ppl": AnsweredBy(
-        "continuation", _JOINT, note="of its three texts WikiText-103 has a ledger, and GLUE has scores (table tasks)"
+        *("continuation", _JOINT), note="of its three texts WikiText-103 has a ledger, and GLUE has scores (table tasks)"
     ),
 }
 ISOLATED_ANSWERS: dict[str, AnsweredBy | tuple[AnsweredBy, ...]] = {
@@ -119,8 +118,6 @@ ISOLATED_ANSWERS: dict[str, AnsweredBy | tuple[AnsweredBy, ...]] = {
 
 
 # --- the figures ------------------------------------------------------------------------------------------------------------------
-
-
 @artefact(partial(rows, "cumulative."), answers=CUMULATIVE_ANSWERS)
 def figure06_cumulative_impact(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Figure 6: cumulative impact of the four mechanisms on time, operations and perplexity."""
@@ -142,16 +139,13 @@ def _figure(outcomes: Sequence[Outcome], name: str, title: str, sentence: str) -
             members = frame[frame["panel"] == panel].to_dict("records")
             for plot, measure in zip(axes[:, column], MEASURES, strict=True):
                 _bars(plot, members, measure)
+                low, high = plot.get_ylim()  # room for the numbers on the bars, in both directions, and for markers at 0
+                plot.set_ylim(low - (0.12 if low < 0 else 0.05) * (high - low), high + 0.16 * (high - low))
+                _reasons(plot, members, measure)
             axes[0, column].set_title(heading)
             axes[-1, column].set_xticks(range(len(members)), [folded(row["technique"], 12) for row in members], rotation=0)
         for (first, *_), (_, label) in zip(axes, MEASURES.values(), strict=True):
             first.set_ylabel(label)
-        for plot in axes.flat:  # room for the numbers on the bars, in both directions, and for markers at 0
-            low, high = plot.get_ylim()
-            plot.set_ylim(low - (0.12 if low < 0 else 0.05) * (high - low), high + 0.16 * (high - low))
-        for column, panel in enumerate(PROTOCOLS):
-            for plot, measure in zip(axes[:, column], MEASURES, strict=True):
-                _reasons(plot, frame[frame["panel"] == panel].to_dict("records"), measure)
         said = "measured, 95% interval; of time: quartiles or range"
         handles = [
             Patch(facecolor=PALETTE[2], edgecolor="black", linewidth=0.5, label=said),
@@ -171,8 +165,7 @@ def _figure(outcomes: Sequence[Outcome], name: str, title: str, sentence: str) -
             for panel, heading in PROTOCOLS.items()
         ),
     )
-    there = frame[frame["panel"].eq("continuation") & frame["delta_ppl_pct"].notna()]
-    finding = ""
+    there, finding = frame[frame["panel"].eq("continuation") & frame["delta_ppl_pct"].notna()], ""
     if len(there):
         together = there.iloc[-1]["key"] == _JOINT
         row = there.iloc[-1] if together else there.loc[there["delta_ppl_pct"].idxmax()]
@@ -182,27 +175,23 @@ def _figure(outcomes: Sequence[Outcome], name: str, title: str, sentence: str) -
     return Figure(name, title, frame, drawing, caption, finding=finding)
 
 
-def folded(technique: str, width: int) -> str:
-    """The name of a bar on several lines; no line ends with the + of a step."""
-    return textwrap.fill(technique.replace("+ ", "+\u00a0"), width, break_long_words=False)
-
-
 def drawn(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     """A row a bar: what was measured with its interval, what the paper says, or why there is no record."""
     frame = comparison.frame(outcomes)
     frame = frame[frame["key"] != "baseline"].copy()
-    base = reported()["table3.baseline"].values["ppl"]
-    frame["reported_delta_ppl_pct"] = 100 * frame["reported_delta_ppl"].astype(float) / base
-    ends = [[f"{measure}{end}" for end in ENDS if f"{measure}{end}" in frame] for measure in MEASURES]
-    measured = [name for mine, (stated, _) in zip(ends, MEASURES.values(), strict=True) for name in (*mine, stated)]
-    columns = ["panel", "key", "technique", "status", *measured]
-    columns += [f"null_delta_ppl_pct{end}" for end in ENDS]
+    frame["reported_delta_ppl_pct"] = (
+        100 * frame["reported_delta_ppl"].astype(float) / reported()["table3.baseline"].values["ppl"]
+    )
+    measured = [
+        [*(f"{measure}{end}" for end in ENDS if f"{measure}{end}" in frame), stated] for measure, (stated, _) in MEASURES.items()
+    ]
+    columns = ["panel", "key", "technique", "status", *chain(*measured), *(f"null_delta_ppl_pct{end}" for end in ENDS)]
     columns += ["noise_floor_pct", "executed_flops_saved_pct", "simulated", "record", "dense_record"]
     return frame[columns].reset_index(drop=True)
 
 
 def _bars(axes: Axes, members: Sequence[Mapping[str, Any]], measure: str) -> None:
-    axes.axhline(0, color="black", linewidth=0.8, linestyle="-", marker="")
+    draw.horizontal(axes, 0)
     for place, row in enumerate(members):
         stated, floor = number(row, MEASURES[measure][0]), number(row, "noise_floor_pct")
         value, low, high = numbers(row, measure)
@@ -216,13 +205,11 @@ def _bars(axes: Axes, members: Sequence[Mapping[str, Any]], measure: str) -> Non
             if low is not None and high is not None:
                 end = high if value >= 0 else low
                 look: dict[str, Any] = {"color": "black", "linewidth": 1, "capsize": 2, "marker": "", "linestyle": ""}
-                draw.with_halo(axes.errorbar(place, value, yerr=whiskers(value, low, high), **look))
+                draw.with_halo(draw.intervals(axes, place, row, measure, **look))
             look = {"textcoords": "offset points", "ha": "center", "va": "bottom" if value >= 0 else "top"}
             axes.annotate(f"{value:+.1f}", (place, end), xytext=(0, 3 if value >= 0 else -6), weight="bold", **look)
-        if measure == "delta_ppl_pct":
-            chance, low, high = numbers(row, "null_delta_ppl_pct")
-            if chance is not None and low is not None and high is not None:
-                axes.errorbar(place - 0.38, chance, yerr=whiskers(chance, low, high), capsize=2, **_NULL)
+        if measure == "delta_ppl_pct" and None not in numbers(row, "null_delta_ppl_pct"):
+            draw.intervals(axes, place - 0.38, row, "null_delta_ppl_pct", capsize=2, **_NULL)
         if stated is not None:
             axes.plot(place + 0.36, stated, markersize=4.5, zorder=4, **_DIAMOND)
     axes.set_xlim(-0.6, len(members) - 0.4)
@@ -235,11 +222,9 @@ def _reasons(axes: Axes, members: Sequence[Mapping[str, Any]], measure: str) -> 
     look: dict[str, Any] = {"ha": "center", "va": "center", "color": "#6a6a6a", "style": "italic"}
     look["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}
     for place, row in enumerate(members):
-        if number(row, measure) is not None:
-            continue
-        why = str(row["status"])
-        if why == comparison.MEASURED:
-            why = "simulated: not timed" if row["simulated"] is True else "not measured"
-        taken = [(at - low) / (high - low) for at in (0.0, number(row, MEASURES[measure][0])) if at is not None]
-        height = max((0.5, 0.22, 0.35, 0.65, 0.78), key=lambda middle: min(0.2, *(abs(middle - one) for one in taken)))
-        axes.text(place, height, textwrap.fill(why, 12), transform=axes.get_xaxis_transform(), **look)
+        if number(row, measure) is None:
+            missing = "simulated: not timed" if row["simulated"] is True else "not measured"
+            why = missing if row["status"] == comparison.MEASURED else str(row["status"])
+            taken = [(at - low) / (high - low) for at in (0.0, number(row, MEASURES[measure][0])) if at is not None]
+            height = max((0.5, 0.22, 0.35, 0.65, 0.78), key=lambda middle: min(0.2, *(abs(middle - one) for one in taken)))
+            axes.text(place, height, textwrap.fill(why, 12), transform=axes.get_xaxis_transform(), **look)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -12,30 +12,16 @@ import pandas as pd
 from quicksilver.measure.generation import GREEDY, SAMPLED, TEXTS, GenerationResult
 from quicksilver.measure.needle import ABSENT, column
 from quicksilver.records.record import Record
-from quicksilver.records.stats import bootstrap
+from quicksilver.records.stats import bootstrap, mean
 from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row, artefact
-from quicksilver.report.figure import MARKERS, PALETTE, Figure, legend_below, panels, style, whiskers
-from quicksilver.report.table import ENDS, Column, Panel, Table, with_ends, without_folders
+from quicksilver.report.figure import MARKERS, PALETTE, Figure, legend_below, panels, style
+from quicksilver.report.table import ENDS, Column, Panel, Table, interval_columns, with_ends, without_folders
 
-from .techniques import FIRST, FUSION, SETTINGS, chosen, of_each, options, row_of
-
-Members = Mapping[
-    str, str | tuple[str, str]
-]  # key -> what is printed, and the name of its settings where the key does not say it
-
-
-def panel_rows(
-    panel: str, sections: Mapping[str, Members], *always: str, own: Mapping[str, tuple[str, ...]] | None = None
-) -> Iterator[Row]:
-    """Dense and the rows of a panel by section; `own`: settings of this table beside the shared ones."""
-    yield row_of(panel, "", "dense", "Dense", "", *always)
-    for section, members in sections.items():
-        yield from chosen(panel, members, *always, section=section, settings=SETTINGS | dict(own or {}))
-
+from .. import drawing as draw
+from .techniques import FIRST, FUSION, SETTINGS, Members, chosen, of_each, options, panel_rows
 
 # --- two models, two texts, and each part left out --------------------------------------------------------------------------------
-
 SCHEDULES: Members = {"40": "40% of the prompt's work", "50": "50%"}
 # Searched for reference-llama alone: half of its work does not yet cost the paper's reported 1.1% of perplexity; gpt2's does.
 DEEPER: Members = {**SCHEDULES, "60": "60%"}
@@ -46,21 +32,16 @@ TRUNCATED: Members = {
     "truncated_ends": "middle 40% cut",
 }
 OLDEST: Members = {"oldest": ("oldest dropped, 40%", "position"), **TRUNCATED}
+_BLOCKS = "attention in blocks"
 FORMATS: Members = {
     "bfloat16": "bfloat16 alone",
     "int8": "dynamic int8 alone",
-    "40.bfloat16": "40%, in bfloat16",
-    "50.bfloat16": "50%, in bfloat16",
-    "bfloat16.blocks": "bfloat16, attention in blocks",
-    "int8.blocks": "dynamic int8, attention in blocks",
-    "40.bfloat16.blocks": "40%, in bfloat16, attention in blocks",
-    "50.bfloat16.blocks": "50%, in bfloat16, attention in blocks",
+    **{f"{save}.bfloat16": f"{save}%, in bfloat16" for save in (40, 50)},
+    "bfloat16.blocks": f"bfloat16, {_BLOCKS}",
+    "int8.blocks": f"dynamic int8, {_BLOCKS}",
+    **{f"{save}.bfloat16.blocks": f"{save}%, in bfloat16, {_BLOCKS}" for save in (40, 50)},
 }
-DEEPER_FORMATS: Members = {
-    **FORMATS,
-    "60.bfloat16": "60%, in bfloat16",
-    "60.bfloat16.blocks": "60%, in bfloat16, attention in blocks",
-}
+DEEPER_FORMATS = {**FORMATS, "60.bfloat16": "60%, in bfloat16", "60.bfloat16.blocks": f"60%, in bfloat16, {_BLOCKS}"}
 WITHOUT: Members = {
     "drop_all": "nothing predicted: the second stage is dropped too",
     "project": "projected, not predicted (SwiftKV, untrained)",
@@ -100,7 +81,7 @@ TWO_MODELS: dict[str, tuple[str, dict[str, Members], tuple[str, ...]]] = {
     "llama.wikitext103": (
         "reference-llama on WikiText-103 test",
         {_OURS: DEEPER, _FOR_COMPARISON: TRUNCATED},
-        (*_LLAMA, *_WIKITEXT),
+        _LLAMA + _WIKITEXT,
     ),
 }
 
@@ -119,17 +100,14 @@ def two_models_rows() -> list[Row]:
 def table_quicksilver(outcomes: Sequence[Outcome], name: str) -> Table:
     """Table quicksilver: stopped tokens get K/V from a fitted linear map: two models, two texts, and each part of the technique left out.
 
-    The first rows of a panel are the model's own schedules at 40% and 50% of the prompt's work, chosen on calibration text
-    (docs/predicted-kv.md). The rows below take one part away and leave the rest as it is, so their budgets differ and stand beside their cost.
-    Controls have the schedule of the 40% row (one that of 50%) and a map that knows less; they are fitted on the calibrating part of the run's
-    own text.
+    The rows that take one part away leave the rest as it is, so their budgets differ and stand beside their cost. Controls have the schedule of the
+    40% row (one that of 50%) and a map that knows less, fitted on the calibrating part of the run's own text.
     """
     panels = {panel: title for panel, (title, _, _) in TWO_MODELS.items()}
     return comparison.table(outcomes, name, "Predicted instead of dropped, under protocol continuation", panels)
 
 
 # --- far context ------------------------------------------------------------------------------------------------------------------
-
 FAR_TEXTS = {
     "far-copy": "Passages given three times in a row",
     "far-recall": "Facts, a passage, then questions about the facts",
@@ -172,10 +150,8 @@ def far_context_rows() -> list[Row]:
 
 def _protecting(row: Row) -> Row:
     """The row with each model's schedule, if it is the one that protects more tokens."""
-    if row.key != "protected":
-        return row
-    of_model = {model: (*row.overrides, f"modules.quicksilver.schedule={schedule}") for model, schedule in LAST_92.items()}
-    return of_each(row, of_model)
+    schedules = {model: (*row.overrides, f"modules.quicksilver.schedule={schedule}") for model, schedule in LAST_92.items()}
+    return of_each(row, schedules) if row.key == "protected" else row
 
 
 @artefact(far_context_rows)
@@ -194,24 +170,19 @@ def figure_far_context(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Figure far_context: perplexity added to answers whose facts stand far back, by which tokens leave a prompt and what becomes of them."""
     found = comparison.frame(outcomes).dropna(subset=["delta_ppl_pct"])
     found = found[found["key"].isin([*FAR])]
-    order = [*found[found["panel"] == next(iter(FAR_TEXTS))].sort_values("delta_ppl_pct")["key"]]
-    order += [key for key in FAR if key not in order and key in {*found["key"]}]
+    first = found[found["panel"] == next(iter(FAR_TEXTS))].sort_values("delta_ppl_pct")["key"]
+    order = [*dict.fromkeys((*first, *(key for key in FAR if key in {*found["key"]})))]
     with style():
         drawing, plots = panels(1, len(FAR_TEXTS), size=(9, 3.2), sharey=True)
         for plot, (text, title) in zip(plots.flat, FAR_TEXTS.items(), strict=True):
-            rows = found[found["panel"] == text].set_index("key")
-            for place, key in enumerate(order):
-                if key not in rows.index:
-                    continue
-                row = rows.loc[key]
-                value, low, high = (float(row[f"delta_ppl_pct{end}"]) for end in ENDS)
-                colour = PALETTE[1] if key in OURS_FAR else PALETTE[3]
-                look: dict[str, Any] = {"color": colour, "marker": "o" if key in OURS_FAR else "s", "linestyle": ""}
-                plot.errorbar(value, place, xerr=whiskers(value, low, high), elinewidth=0.9, capsize=2, **look)
+            for row in found[found["panel"] == text].to_dict("records"):
+                place, value, high = order.index(row["key"]), row["delta_ppl_pct"], row["delta_ppl_pct_high"]
+                colour, marker = (PALETTE[1], "o") if row["key"] in OURS_FAR else (PALETTE[3], "s")
+                look: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": "", "elinewidth": 0.9, "capsize": 2}
+                draw.intervals(plot, place, row, "delta_ppl_pct", across=True, **look)
                 plot.annotate(f"{value:+.1f}", (max(value, high), place), (4, 0), textcoords="offset points", va="center")
-            plot.axvline(0, color="black", linewidth=0.8, linestyle="-", marker="")
-            plot.set_title(title)
-            plot.set_xlabel("Δ perplexity, % of dense")
+            draw.vertical(plot, 0)
+            plot.set(title=title, xlabel="Δ perplexity, % of dense")
             low, high = plot.get_xlim()
             plot.set_xlim(low, high + 0.12 * (high - low))  # room for the last number
             plot.grid(axis="y", visible=False)
@@ -225,27 +196,26 @@ def figure_far_context(outcomes: Sequence[Outcome], name: str) -> Figure:
         "paired by window.",
         *provenance.notes(outcomes),
     )
-    ends = [f"delta_ppl_pct{end}" for end in ENDS]
-    shown = found[["panel", "key", "technique", "prompt_executed_flops_saved_pct", *ends, "record"]]
+    shown = found[
+        ["panel", "key", "technique", "prompt_executed_flops_saved_pct", *(f"delta_ppl_pct{end}" for end in ENDS), "record"]
+    ]
     title = "Answers that stand far back, by which tokens leave a prompt"
     return Figure(name, title, shown.reset_index(drop=True), drawing, caption, finding=_far_finding(found))
 
 
 def _far_finding(found: pd.DataFrame) -> str:
     """What predicting costs on either text, beside cutting and dropping the oldest; nothing where one was not measured."""
-    costs = found.set_index(["key", "panel"])["delta_ppl_pct"]
-    said = []
+    costs, said = found.set_index(["key", "panel"])["delta_ppl_pct"], []
     words = {"predicted": "predicting K/V costs", "truncated": "cutting the oldest", "position": "dropping them"}
     for key, what in words.items():
-        both = [costs[key, text] for text in FAR_TEXTS if (key, text) in costs.index]
+        both = [f"{costs[key, text]:+.1f}%" for text in FAR_TEXTS if (key, text) in costs.index]
         if len(both) < len(FAR_TEXTS):
             return ""
-        said.append(f"{what} {' and '.join(f'{cost:+.1f}%' for cost in both)}")
+        said.append(f"{what} {' and '.join(both)}")
     return f"Answers far back: {', '.join(said)} perplexity"
 
 
 # --- lengths ----------------------------------------------------------------------------------------------------------------------
-
 SCORED = 64
 LENGTHS = (128, 256, 448)  # reference-gpt2 has 512 positions
 AT_ANY_LENGTH: Members = {
@@ -281,12 +251,8 @@ def table_lengths(outcomes: Sequence[Outcome], name: str) -> Table:
 
 
 # --- models that use their context ------------------------------------------------------------------------------------------------
-
 # Shares of a prompt that truncation keeps so that it saves 40% and 50% of the work: attention makes a token of a long prompt dearer.
-KEPT = {
-    "far-gpt2": {448: (0.635, 0.538), 960: (0.66, 0.57)},
-    "far-llama": {448: (0.641, 0.542), 960: (0.67, 0.577)},
-}
+KEPT = {"far-gpt2": {448: (0.635, 0.538), 960: (0.66, 0.57)}, "far-llama": {448: (0.641, 0.542), 960: (0.67, 0.577)}}
 USED = {
     "source.448": ("Source code, a prompt of 448 tokens", "python-source", 448),
     "source.960": ("Source code, a prompt of 960 tokens", "python-source", 960),
@@ -319,7 +285,6 @@ def table_context_used(outcomes: Sequence[Outcome], name: str) -> Table:
 
 
 # --- a needle ---------------------------------------------------------------------------------------------------------------------
-
 NEEDLE: Members = {
     "40": "Predict K/V (ours)",
     "position": "Drop the oldest tokens",
@@ -357,43 +322,38 @@ def _found_at_depths(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     rows = []
     ours = {one.row.panel: one.record for one in outcomes if one.row.key == "40" and one.record is not None}
     for one in outcomes:
-        row = comparison.described(one)
-        if one.record is not None and one.dense is not None:
-            row |= {"saved": one.record.flops_saved_pct("prompt_executed"), "record": one.record.fingerprint}
-            row |= _averaged("found", _needles(one.record)) | {"none": float(_needles(one.record, ABSENT).mean())}
-            row |= {f"depth_{depth}": float(_needles(one.record, depth).mean()) for depth in range(DEPTHS)}
-            row |= {
-                "nats": float(_needles(one.record, what="nats").mean()),
-                "none_nats": float(_needles(one.record, ABSENT, "nats").mean()),
-            }
-            if one.record.modules:
-                row |= _averaged("minus_dense", _needles(one.record) - _needles(one.dense))
-            if one.row.panel in ours and one.record.modules and one.record is not ours[one.row.panel]:
-                row |= _averaged("minus_ours", _needles(one.record) - _needles(ours[one.row.panel]))
+        row, record = comparison.described(one), one.record
+        if record is not None and one.dense is not None:
+            row |= {"saved": record.flops_saved_pct("prompt_executed"), "record": record.fingerprint}
+            means = {f"depth_{depth}": _needles(record, depth) for depth in range(DEPTHS)}
+            means |= {"none": _needles(record, ABSENT), "nats": _needles(record, what="nats")}
+            means["none_nats"] = _needles(record, ABSENT, "nats")
+            row |= _averaged("found", _needles(record)) | {key: float(values.mean()) for key, values in means.items()}
+            against = {"minus_dense": one.dense, "minus_ours": ours.get(one.row.panel)} if record.modules else {}
+            for key, other in against.items():
+                row |= {} if other in (None, record) else _averaged(key, _needles(record) - _needles(other))
         rows.append(row)
-    named = [
-        *(f"{name}{end}" for name in ("found", "minus_dense", "minus_ours") for end in ENDS),
-        *(f"depth_{depth}" for depth in range(DEPTHS)),
-    ]
-    return pd.DataFrame(
-        rows,
-        columns=[*("panel", "section", "key", "technique", "status", "saved", *named, "none", "nats", "none_nats", "record")],
-    )
+    named = [f"{name}{end}" for name in ("found", "minus_dense", "minus_ours") for end in ENDS]
+    named += [*(f"depth_{depth}" for depth in range(DEPTHS)), "none", "nats", "none_nats", "record"]
+    return pd.DataFrame(rows, columns=["panel", "section", "key", "technique", "status", "saved", *named])
 
 
 @artefact(needle_rows)
 def table_needle(outcomes: Sequence[Outcome], name: str) -> Table:
     """Table needle: a passage that stands once in the prompt, at ten depths, and is asked for at its end."""
+    found_of = "needle found %"
     columns = (
         Column("", "technique", comparison.technique_cell, align="left"),
         Column("", "saved %", "{saved:+.1f}"),
-        Column("needle found %", "all depths", with_ends("found", between=" ")),
-        Column("needle found %", "minus dense", with_ends("minus_dense", "+.1f", " ")),
-        Column("needle found %", "minus ours", with_ends("minus_ours", "+.1f", " "), expendable=1),
+        Column(found_of, "all depths", with_ends("found", between=" ")),
+        Column(found_of, "minus dense", with_ends("minus_dense", "+.1f", " ")),
+        Column(found_of, "minus ours", with_ends("minus_ours", "+.1f", " "), expendable=1),
         *(Column("by depth", f"{100 * (depth + 0.5) / DEPTHS:.0f}%", f"{{depth_{depth}:.0f}}") for depth in range(DEPTHS)),
         Column("by depth", "no needle", "{none:.0f}"),
-        Column("nats a token", "all depths", "{nats:.2f}", expendable=2),
-        Column("nats a token", "no needle", "{none_nats:.2f}", expendable=2),
+        *(
+            Column("nats a token", said, f"{{{key}:.2f}}", expendable=2)
+            for key, said in (("nats", "all depths"), ("none_nats", "no needle"))
+        ),
     )
     panels = tuple(
         Panel(model, title, columns, provenance.notes([one for one in outcomes if one.row.panel == model]))
@@ -427,8 +387,7 @@ def figure_needle(outcomes: Sequence[Outcome], name: str) -> Figure:
                 lines[row["technique"]] = plot.plot(depths, [row[f"depth_{depth}"] for depth in range(DEPTHS)], **look)[0]
                 if place == 0:
                     lines["Dense, no needle"] = plot.axhline(row["none"], color="black", linestyle=":", marker="")
-            plot.set_title(title)
-            plot.set_ylim(0, 100)
+            plot.set(title=title, ylim=(0, 100))
         for plot in plots[-1]:
             plot.set_xlabel("depth of the needle, % (100: right before the end)")
         for plot in plots[:, 0]:
@@ -441,20 +400,16 @@ def figure_needle(outcomes: Sequence[Outcome], name: str) -> Figure:
         "predicted, each given the true ones before it.",
         *provenance.notes(outcomes),
     )
-    return Figure(name, "A needle in the prompt", found.reset_index(drop=True), drawing, caption, finding=_needle_finding(found))
-
-
-def _needle_finding(found: pd.DataFrame) -> str:
-    """By how much each is worse than dense on the model that finds most; nothing where one was not measured."""
-    less = found[found["panel"] == "far-gpt2"].set_index("key")["minus_dense"]
+    # By how much each is worse than dense on the model that finds most; nothing where one was not measured.
+    less, finding = found[found["panel"] == "far-gpt2"].set_index("key")["minus_dense"], ""
     said = {"40": "predicting K/V finds", "truncated": "truncating", "position": "dropping the oldest"}
-    if any(key not in less.index for key in said):
-        return ""
-    return f"far-gpt2: {', '.join(f'{what} {-less[key]:.0f}' for key, what in said.items())} points less of a needle than dense"
+    if {*said} <= {*less.index}:
+        apart = ", ".join(f"{what} {-less[key]:.0f}" for key, what in said.items())
+        finding = f"far-gpt2: {apart} points less of a needle than dense"
+    return Figure(name, "A needle in the prompt", found.reset_index(drop=True), drawing, caption, finding=finding)
 
 
 # --- the model writes ------------------------------------------------------------------------------------------------------------
-
 PROMPTS = 128  # of the first 64, reference-gpt2 keeps 31% of the dense tokens under prediction, of all 25%: fewer do not decide
 WRITING = (
     "measure=generation", "protocol=continuation", f"dataset.windows={PROMPTS}", f"measure.generation.prompts={PROMPTS}",
@@ -511,10 +466,10 @@ def generation_rows() -> list[Row]:
     ]
     of_length = (*windows_of(960), "dataset.windows=32", "measure=generation", "measure.generation.sampled=false")
     size = ("measure.generation.prompts=32", "measure.generation.prompt_tokens=960")
+    members = {name: ALIKE[name] for name in ("quicksilver", "attention", "truncated")}
     for model, kept in KEPT.items():
         truncated = ("prompt_truncation", f"modules.prompt_truncation.keep={kept[960][0]}")
         settings = SETTINGS | SETTINGS_HERE | {"truncated": truncated}
-        members = {name: ALIKE[name] for name in ("quicksilver", "attention", "truncated")}
         found += chosen(model, members, *of_length, *size, f"model={model}", section=WORK, settings=settings)
     return found
 
@@ -523,21 +478,16 @@ def written(record: Record, way: str) -> dict[str, Any]:
     """What one record says of one way of decoding: means over prompts with their intervals, differences to dense paired by prompt."""
     found = record.measured("generation", GenerationResult)
     frame = _texts(record, way)
-    row: dict[str, Any] = {
-        **{"prompts": found.prompts, "prompt_tokens": found.prompt_tokens, "new_tokens": found.new_tokens},
-        "identical": int(frame["identical"].sum()),
-        "flops_saved_pct": 100 * (1 - found.executed_flops / found.dense_executed_flops),
-        "prompt_flops_saved_pct": record.flops_saved_pct("prompt_executed"),
-        **{"model": without_folders(record.model.name), "weights_digest": record.model.weights_digest, "data": record.data.name},
-        "record": record.fingerprint,
-    }
+    row: dict[str, Any] = {name: getattr(found, name) for name in ("prompts", "prompt_tokens", "new_tokens")}
+    row |= {"identical": int(frame["identical"].sum()), "model": without_folders(record.model.name)}
+    row["flops_saved_pct"] = 100 * (1 - found.executed_flops / found.dense_executed_flops)
+    row |= {"prompt_flops_saved_pct": record.flops_saved_pct("prompt_executed"), "record": record.fingerprint}
+    row |= {"weights_digest": record.model.weights_digest, "data": record.data.name}
     for name, scale in _MEANS.items():
         values = scale * frame[name].astype(float)
-        averaged = {name: values}
+        row |= _averaged(name, values)
         if name in _OF_DENSE:
-            averaged[f"{name}_more"] = values - scale * frame[f"dense_{name}"].astype(float)
-        for averages, mine in averaged.items():
-            row |= _averaged(averages, mine)
+            row |= _averaged(f"{name}_more", values - scale * frame[f"dense_{name}"].astype(float))
     return row
 
 
@@ -547,9 +497,7 @@ def _texts(record: Record, way: str) -> pd.DataFrame:
 
 
 def _averaged(column: str, values: pd.Series) -> dict[str, float]:
-    """Mean over prompts and its interval, under the column's name and ends."""
-    found = bootstrap(lambda x: x.mean(-1), values.astype(float))
-    return {f"{column}{end}": float(value) for end, value in zip(ENDS, found, strict=True)}
+    return interval_columns(column, bootstrap(mean, values.astype(float)))
 
 
 COLUMNS = [
@@ -570,41 +518,30 @@ def table_generation(outcomes: Sequence[Outcome], name: str) -> Table:
     found = []
     first: dict[str, Record] = {}  # panel -> the row that the others of the panel are compared with
     for one in outcomes:
-        row = comparison.described(one)
+        row, way = comparison.described(one), SAMPLED if one.row.panel == SAMPLED else GREEDY
         if one.record is not None and one.dense is not None:
-            way = SAMPLED if one.row.panel == SAMPLED else GREEDY
             row |= written(one.record, way) | {"dense_record": one.dense.fingerprint}
             other = first.setdefault(one.row.panel, one.record)
             if other is not one.record:
                 row |= _averaged("agreement_less", 100 * (_texts(one.record, way)["agreement"] - _texts(other, way)["agreement"]))
         found.append(row)
     frame, against, alone = pd.DataFrame(found, columns=COLUMNS), "against the dense text", "the text by itself"
+    agreed = with_ends("agreement", between=" ") + "\n" + with_ends("agreement_less", "+.1f", " ")
     columns = (
         Column("", "technique", comparison.technique_cell, align="left"),
         Column("", "saved %", "{flops_saved_pct:+.1f}\nprompt {prompt_flops_saved_pct:+.1f}"),
         Column(against, "same", with_ends("same_tokens", between=" ") + "\n{identical:.0f} of {prompts:.0f} to the end"),
-        Column(
-            against, "agree", with_ends("agreement", between=" ") + "\n" + with_ends("agreement_less", "+.1f", " "), expendable=1
-        ),
+        Column(against, "agree", agreed, expendable=1),
         Column(against, "edit", with_ends("edit_distance", between=" "), expendable=2),
-        Column(alone, "repeated", _more("repeated", 1)),
-        Column(alone, "distinct", _more("distinct", 1), expendable=3),
-        Column(alone, "nats", _more("nats", 2)),
+        *(
+            Column(alone, one, f"{{{one}:.{decimals}f}}\n" + with_ends(f"{one}_more", f"+.{decimals}f", " "), expendable=rank)
+            for one, decimals, rank in (("repeated", 1, 0), ("distinct", 1, 3), ("nats", 2, 0))
+        ),
     )
     panels = tuple(
         Panel(key, title, columns, provenance.notes([one for one in outcomes if one.row.panel == key]))
         for key, title in WAYS.items()
     )
-    return Table(name, "Generated text under modules beside the dense model's", frame, panels, (*_size(frame), *LEGEND))
-
-
-def _size(frame: pd.DataFrame) -> tuple[str, ...]:
-    sizes = frame[["prompts", "prompt_tokens", "new_tokens"]].dropna().drop_duplicates().astype(int)
-    return tuple(
-        f"{prompts} prompts of {prompt} tokens, {new} new tokens after each."
-        for prompts, prompt, new in sizes.itertuples(index=False)
-    )
-
-
-def _more(name: str, decimals: int) -> str:
-    return f"{{{name}:.{decimals}f}}\n" + with_ends(f"{name}_more", f"+.{decimals}f", between=" ")
+    sizes = frame[["prompts", "prompt_tokens", "new_tokens"]].dropna().drop_duplicates().astype(int).itertuples(index=False)
+    size = [f"{prompts} prompts of {prompt} tokens, {new} new tokens after each." for prompts, prompt, new in sizes]
+    return Table(name, "Generated text under modules beside the dense model's", frame, panels, (*size, *LEGEND))

@@ -1,15 +1,13 @@
 """Tables 3 and 10: entropy-aware quantization, one ablation in two places of the paper.
 
-The paper's thresholds are raw numbers and entropies belong to a model, so the paper's thresholds give other shares of widths here.
-Its savings say what the shares were; the second section meets them with percentiles, so that strategies compare at the paper's mix.
-
-Claims: the five rows of Table 3, which the paper prints again as Table 10. Appendix O prints them above another rule, (0.25, 0.65) on
-normalised entropies (docs/conflicts.md #18).
+Entropies belong to a model, so the paper's thresholds give other shares of widths here. Its savings say what the shares were; the second section
+meets them with percentiles, so that strategies compare at the paper's mix. Appendix O prints the rows above another rule, (0.25, 0.65) on normalised
+entropies (docs/conflicts.md #18).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -17,10 +15,9 @@ from pathlib import Path
 import pandas as pd
 
 from quicksilver.records.record import TRACE, Record
-from quicksilver.records.stats import paired_records
 from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row, artefact
-from quicksilver.report.claims.ledger import AnsweredBy, saved_pct
+from quicksilver.report.claims.ledger import AnsweredBy, added_pct, saved_pct
 from quicksilver.report.claims.reported import Estimate, reported
 from quicksilver.report.table import NO_VALUE, Column, Panel, Table, audit_cell, interval_cell, versus_null_cell
 
@@ -44,31 +41,26 @@ STRATEGIES = {
 }
 
 
-def _rows(panel: str) -> Iterator[Row]:
-    """Dense, the paper's four strategies with its thresholds, three of them with percentiles."""
-
-    def row(section: str, claim: str, module: str, *more: str, key: str = "") -> Row:
-        technique = STRATEGIES[claim][0] if claim in STRATEGIES else "Full precision"
-        made = row_of(panel, section, key or claim, technique, module, f"protocol={panel}", "measure=quick", overrides=more)
-        return replace(made, reported=f"table3.{claim}")
-
-    yield row("", "baseline", "")
-    for claim, (_, module) in STRATEGIES.items():
-        # One width for all: on other tokens it is the same run.
-        yield row(PRINTED, claim, module, *["measure.null_control.enabled=false"] * (claim == "uniform8"))
-    for claim, thresholds in paper_percentiles().items():
-        given = options(MODULE, **{name: f"p{value:.4g}" for name, value in thresholds.items()})
-        yield row(CALIBRATED, claim, STRATEGIES[claim][1], *given, key=f"{claim}.calibrated")
-
-
 def rows(*, appendix_o: bool = False) -> list[Row]:
-    """Both panels; with the row of Appendix O, as Table 10 has them."""
+    """Under each protocol dense, the paper's four strategies with its thresholds, three of them with percentiles; with the row of Appendix O, as
+    Table 10 has them."""
     found: list[Row] = []
     for panel in PANELS:
-        found += _rows(panel)
+
+        def row(section: str, claim: str, *more: str, module: str = "", key: str = "", panel: str = panel) -> Row:
+            technique = STRATEGIES[claim][0] if claim in STRATEGIES else "Full precision"
+            made = row_of(panel, section, key or claim, technique, module, f"protocol={panel}", "measure=quick", overrides=more)
+            return made if section == APPENDIX_O else replace(made, reported=f"table3.{claim}")
+
+        found.append(row("", "baseline"))
+        for claim, (_, module) in STRATEGIES.items():
+            # One width for all: on other tokens it is the same run.
+            found.append(row(PRINTED, claim, *["measure.null_control.enabled=false"] * (claim == "uniform8"), module=module))
+        for claim, thresholds in paper_percentiles().items():
+            given = options(MODULE, **{name: f"p{value:.4g}" for name, value in thresholds.items()})
+            found.append(row(CALIBRATED, claim, *given, module=STRATEGIES[claim][1], key=f"{claim}.calibrated"))
         if appendix_o:
-            always, technique = (f"protocol={panel}", "measure=quick"), STRATEGIES["entropy_aware"][0]
-            found.append(row_of(panel, APPENDIX_O, "appendix_o", technique, f"{MODULE}_paper_o", *always))
+            found.append(row(APPENDIX_O, "entropy_aware", module=f"{MODULE}_paper_o", key="appendix_o"))
     return found
 
 
@@ -108,8 +100,6 @@ def _mix(trace: Path) -> dict[int, float]:
 
 
 # --- claims -----------------------------------------------------------------------------------------------------------------------
-
-
 def app_j_factor(record: Record) -> float | None:
     """What of the saving in the paper ledger, which charges bits/16, is left with Appendix J's own β (8, 4 and 2 bits cost 1, a half and a
     quarter). Of a run whose only module is quantization: every layer with widths saves 1 - mean β of the same work. None: no widths."""
@@ -143,16 +133,6 @@ def _against_8_bits(compare: Callable[[Record, Record], Estimate], key: str, pan
     return None if guided is None or static is None else compare(guided, static)
 
 
-def _added(guided: Record, static: Record) -> Estimate:
-    """Percent of perplexity that the first has more than the second."""
-    paired = paired_records(guided, static)
-    return Estimate(paired.relative_pct, paired.relative_pct_low, paired.relative_pct_high)
-
-
-def _lead(guided: Record, static: Record) -> Estimate:
-    return Estimate.of(_added(guided, static), -1)
-
-
 def answers() -> dict[str, tuple[AnsweredBy, ...]]:
     """Table 3's operations once more, with Appendix J's β; the rows themselves answer with bits/16."""
     found: dict[str, tuple[AnsweredBy, ...]] = {}
@@ -162,22 +142,18 @@ def answers() -> dict[str, tuple[AnsweredBy, ...]]:
             found[claim] = (*found.get(claim, ()), app_j(row.panel, row.key))
     guided = [row for row in rows() if row.reported == "table3.entropy_aware"]
     note = "widths by entropy against a uniform 8 bits, which saves fewer operations"
+    leads = partial(_against_8_bits, lambda guided, static: Estimate.of(added_pct(guided, static), -1))
     found["o.static.lead_on_static_pct"] = tuple(
-        AnsweredBy(row.panel, row.key, of=partial(_against_8_bits, _lead, row.key), note=note) for row in guided
+        AnsweredBy(row.panel, row.key, of=partial(leads, row.key), note=note) for row in guided
     )
     # Table 11's run alone is this one, and P.4's too. E.9 states what is gained beyond 8 bits.
     alone = [row for row in guided if row.section == PRINTED]
     for claim in ("table11", "p4"):
         found[f"{claim}.isolated.quantization.flops_saved_pct"] = tuple(app_j(row.panel, row.key) for row in alone)
     (beyond,) = (row for row in alone if row.panel == "all")  # of the other protocol: sweeps/multiruns.py
-    for name, of in (("delta_ppl", _added), ("flops_saved_pct", partial(saved_pct, column="paper_flops"))):
-        answer = AnsweredBy(
-            beyond.panel,
-            beyond.key,
-            of=partial(_against_8_bits, of, beyond.key),
-            note="against uniform 8 bits",
-            against="uniform8",
-        )
+    for name, compare in (("delta_ppl", added_pct), ("flops_saved_pct", partial(saved_pct, column="paper_flops"))):
+        of = partial(_against_8_bits, compare, beyond.key)
+        answer = AnsweredBy(beyond.panel, beyond.key, of=of, note="against uniform 8 bits", against="uniform8")
         found[f"e9.quantization.{name}"] = (answer,)
     # With Appendix J's β a uniform 8 bits saves nothing: what is saved beyond it is all that is saved.
     found["e9.quantization.flops_saved_pct"] += (replace(app_j(beyond.panel, beyond.key), against="uniform8"),)
@@ -191,17 +167,11 @@ def two_bits(record: Record) -> Estimate | None:
     return trace_counts.share_pct(deep["bits_2"], deep["active"])
 
 
-TWO_BITS_NOTE = "by Appendix O's rule, decided once, after half of the layers"
-ANSWERS_10 = {
-    "o.two_bits.two_bit_share_pct": tuple(
-        AnsweredBy(panel, "appendix_o", of_record=two_bits, note=TWO_BITS_NOTE) for panel in PANELS
-    )
-}
+_NOTE = "by Appendix O's rule, decided once, after half of the layers"
+_OF_O = tuple(AnsweredBy(panel, "appendix_o", of_record=two_bits, note=_NOTE) for panel in PANELS)
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------------------
-
-
 def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     """One row an outcome: what is reported, the thresholds, what was measured, the shares of widths."""
     table = comparison.frame(outcomes)
@@ -209,15 +179,15 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     table = table.drop(columns=[*timed, "reported_delta_ppl"])
     dense_ppl = reported()["table3.baseline"].values["ppl"]
     claims = [reported()[row.row.reported].values if row.row.reported else {} for row in outcomes]
+    records = [outcome.record for outcome in outcomes]
     place = table.columns.get_loc("reported_flops_saved_pct")
     table.insert(place, "reported_ppl", [claim.get("ppl") for claim in claims])
     table.insert(place + 1, "reported_delta_ppl", [claim["ppl"] - dense_ppl if claim else None for claim in claims])
-    table.insert(place, "thresholds", [_thresholds(outcome.record) if outcome.record else "" for outcome in outcomes])
-    mixes = [shares(outcome.record) if outcome.record is not None else {} for outcome in outcomes]
+    table.insert(place, "thresholds", [_thresholds(record) if record else "" for record in records])
+    mixes = [shares(record) if record else {} for record in records]
     table = table.join(pd.DataFrame(mixes, table.index, [*WIDTHS.values(), "mean_bits"]))
-    factors = [None if outcome.record is None else app_j_factor(outcome.record) for outcome in outcomes]
-    table["app_j_flops_saved_pct"] = pd.Series(factors, table.index, dtype=float) * table["paper_flops_saved_pct"].astype(float)
-    return table
+    factors = pd.Series([app_j_factor(record) if record else None for record in records], table.index, dtype=float)
+    return table.assign(app_j_flops_saved_pct=factors * table["paper_flops_saved_pct"].astype(float))
 
 
 def _thresholds(record: Record) -> str:
@@ -248,17 +218,19 @@ LEGEND = (
 
 def _table(outcomes: Sequence[Outcome], name: str, title: str, *legend: str) -> Table:
     """Reported beside measured, a panel for each protocol; `legend` stands before what both tables say."""
-    panels = []
-    for key, heading in PANELS.items():
-        notes = provenance.notes([outcome for outcome in outcomes if outcome.row.panel == key])
-        panels.append(Panel(key, heading, columns(kv=key == "continuation"), notes))
+    panels = tuple(
+        Panel(
+            key, heading, columns(kv=key == "continuation"), provenance.notes([one for one in outcomes if one.row.panel == key])
+        )
+        for key, heading in PANELS.items()
+    )
     wanted = "; ".join(
         f"{STRATEGIES[claim][0]} {', '.join(f'p{value:.4g}' for value in dict.fromkeys(thresholds.values()))}"
         for claim, thresholds in paper_percentiles().items()
     )
     calibrated = f"{CALIBRATED}: {wanted}. From Table 3's FLOPs with β = bits/16, and for three widths from App. O's 45% of the tokens at 2 bits."
     found = frame(outcomes)
-    return Table(name, title, found, tuple(panels), (*legend, *LEGEND, calibrated, *comparison.marks(found)))
+    return Table(name, title, found, panels, (*legend, *LEGEND, calibrated, *comparison.marks(found)))
 
 
 def columns(*, kv: bool) -> tuple[Column, ...]:
@@ -287,7 +259,7 @@ def table03_quantization(outcomes: Sequence[Outcome], name: str) -> Table:
     return _table(outcomes, name, "Table 3: entropy-aware quantization, reported beside measured")
 
 
-@artefact(lambda: rows(appendix_o=True), reads=(TRACE,), answers=ANSWERS_10)
+@artefact(lambda: rows(appendix_o=True), reads=(TRACE,), answers={"o.two_bits.two_bit_share_pct": _OF_O})
 def table10_quantization(outcomes: Sequence[Outcome], name: str) -> Table:
     """Table 10: the rows of Table 3 again, with Appendix O's own thresholds on entropies over log V."""
     legend = "The rows above Appendix O's rule are its table. That table uses the thresholds of Table 3, not those of the rule."

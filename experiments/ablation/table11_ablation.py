@@ -1,19 +1,13 @@
 """Table 11: the combined ablation, every module alone and one after another, under both protocols.
 
-Two panels, one per protocol. Under `all` only causal modules are allowed, so techniques that look ahead are refused there; under
-`continuation` they act inside the prompt, and further sections give the paper's mechanisms their best settings (table fair_trial has the search) and
-compare the signals by which tokens may be chosen at one budget.
-Which thresholds a module has stands in conf/modules; only what makes a row this row is said here.
-
-Claims: the nine rows of the paper's Table 11 (reported.yaml). P.4 and the abstract report other numbers for the same quantity
-(docs/conflicts.md #23); the legend quotes them.
+Under `all` only causal modules are allowed, so techniques that look ahead are refused there. Under `continuation` they act inside the prompt, and
+further sections give the paper's mechanisms their best settings (table fair_trial has the search) and compare the signals by which tokens may be
+chosen at one budget. P.4 and the abstract report other numbers for the same quantity (docs/conflicts.md #23); the legend quotes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
-import pandas as pd
+from collections.abc import Sequence
 
 from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row
@@ -56,41 +50,29 @@ ANSWERS = {
 
 def rows() -> list[Row]:
     """The rows of both panels, in printed order."""
-    return [row for panel in PANELS for row in _panel_rows(panel)]
-
-
-def _panel_rows(panel: str) -> Iterator[Row]:
-    protocol = f"protocol={panel}"
-    yield Row(panel, "", "baseline", "Dense baseline", (protocol, "modules=[]"), reported="table11.baseline")
-    yield from steps(panel, protocol, reported="table11.")
-    if panel == "continuation":
-        for mechanism, budget in fair_trial.BEST.items():
-            section = "The paper at its best: the settings that won on calibration data"
-            in_prompt = mechanism == fair_trial.PROMPT_ONLY
-            module, title = MECHANISMS["halting" if in_prompt else mechanism]
-            title = f"{title}, from {budget}%{', in prompt' * in_prompt}"
-            row = Row(panel, section, f"best.{mechanism}", title, (protocol,), (module,))
-            yield fair_trial.tuned(row, mechanism, budget)
-        for section, members in BESIDE.items():
-            yield from chosen(panel, members, protocol, section=section)
+    found = []
+    for panel in PANELS:
+        protocol = f"protocol={panel}"
+        found.append(Row(panel, "", "baseline", "Dense baseline", (protocol, "modules=[]"), reported="table11.baseline"))
+        found += steps(panel, protocol, reported="table11.")
+    section = "The paper at its best: the settings that won on calibration data"
+    for mechanism, budget in fair_trial.BEST.items():
+        in_prompt = mechanism == fair_trial.PROMPT_ONLY
+        module, title = MECHANISMS["halting" if in_prompt else mechanism]
+        title = f"{title}, from {budget}%{', in prompt' * in_prompt}"
+        found.append(fair_trial.tuned(Row(panel, section, f"best.{mechanism}", title, (protocol,), (module,)), mechanism, budget))
+    for section, members in BESIDE.items():
+        found += chosen(panel, members, protocol, section=section)
+    return found
 
 
 def table(outcomes: Sequence[Outcome], name: str) -> Table:
     """Reported beside measured, a panel for each protocol."""
-    frame = comparison.frame(outcomes)
-    title = "Table 11: combined ablation, reported beside measured"
-    return comparison.table(outcomes, name, title, PANELS, rows=frame, more=(_best_chance(frame), _elsewhere()))
-
-
-def _best_chance(frame: pd.DataFrame) -> str:
-    model = next((model for model in frame["model"].dropna() if model in fair_trial.WINNERS), fair_trial.FIRST)
-    winners = fair_trial.WINNERS[model]
+    frame, title = comparison.frame(outcomes), "Table 11: combined ablation, reported beside measured"
+    winners = fair_trial.WINNERS[next((one for one in frame["model"].dropna() if one in fair_trial.WINNERS), fair_trial.FIRST)]
     settings = "; ".join(f"{fair_trial.MECHANISMS[one]}: {winners[one, budget]}" for one, budget in fair_trial.BEST.items())
-    return f"The paper at its best: of a row's settings that table fair_trial searched, the one of least KL that saves as much. {settings}."
-
-
-def _elsewhere() -> str:
-    """The other numbers of the paper for its joint row."""
+    best = f"The paper at its best: of a row's settings that table fair_trial searched, the one of least KL that saves as much. {settings}."
     claims = [reported()[claim] for claim in ("table11.cumulative.quantization", "p4.joint", "abstract.joint")]
-    numbers = ", ".join(f"{claim.values['flops_saved_pct']:g}% ({claim.place})" for claim in claims)
-    return f"For the FLOPs that all four save together the paper has three numbers: {numbers}."
+    joint = ", ".join(f"{claim.values['flops_saved_pct']:g}% ({claim.place})" for claim in claims)
+    elsewhere = f"For the FLOPs that all four save together the paper has three numbers: {joint}."
+    return comparison.table(outcomes, name, title, PANELS, rows=frame, more=(best, elsewhere))

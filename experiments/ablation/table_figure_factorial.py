@@ -1,14 +1,12 @@
 """Table and figure factorial: all 16 combinations of the four mechanisms, interactions and the synergy δ (Appendix P).
 
 The mechanisms are those that stand alone in Table 11, and the same wherever they take part. Quality and operations only, nothing timed.
-
-Claims: P.4's isolated and joint savings, its super-additivity, two synergies of pairs (3.3, F.3), and that no composition adds more than 0.2 of perplexity.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,14 +14,16 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from quicksilver.records.stats import bootstrap, paired_records
+from quicksilver.records.stats import bootstrap
 from quicksilver.report import comparison, sweeps
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.claims.ledger import AnsweredBy, saved_pct
+from quicksilver.report.claims.ledger import AnsweredBy, added_pct, saved_pct
 from quicksilver.report.claims.reported import Estimate, reported
-from quicksilver.report.figure import HATCHES, PALETTE, Figure, heat_look, panels, style, whiskers, write_cells
+from quicksilver.report.figure import HATCHES, PALETTE, Figure, panels, style, whiskers
 from quicksilver.report.table import ENDS, Column, Panel, Table, signed, with_ends
 from quicksilver.runtime.errors import QuickSilverError
+
+from .. import drawing as draw
 
 # letter of P -> module of conf/modules in the combinations, claim of P.4, name
 FACTORS = {
@@ -108,20 +108,17 @@ def beyond_independence(saved: Mapping[str, NDArray[np.float64]], chosen: str) -
 def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     """Panel `factorial`: a row a combination. `effects`: a row a set of mechanisms. `synergy`: a row a set of at least two."""
     cells, sums = sweeps.frame(outcomes, (SWEEP,)).drop(columns=["modules", "front"]), sums_of(outcomes)
-    return cells if sums is None else pd.concat([cells, pd.DataFrame(_derived(sums))], ignore_index=True)
-
-
-def _derived(sums: NDArray[np.float64]) -> Iterator[dict[str, Any]]:
-    names = list(_numbers(sums.sum(-1)))
-    intervals = bootstrap(lambda drawn: np.stack([*_numbers(drawn.sum(-1)).values()]), sums)
+    if sums is None:
+        return cells
     rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for (panel, chosen, name), *found in zip(names, *intervals, strict=True):
-        sections = (_SIZES[len(chosen)], " × ") if panel == EFFECTS else ("", " + ")
-        technique = sections[1].join(FACTORS[letter][2] for letter in chosen)
-        row = rows.setdefault((panel, chosen), {"panel": panel, "section": sections[0], "key": chosen, "technique": technique})
+    intervals = bootstrap(lambda drawn: np.stack([*_numbers(drawn.sum(-1)).values()]), sums)
+    for (panel, chosen, name), *found in zip(_numbers(sums.sum(-1)), *intervals, strict=True):
+        section, between = (_SIZES[len(chosen)], " × ") if panel == EFFECTS else ("", " + ")
+        technique = between.join(FACTORS[letter][2] for letter in chosen)
+        row = rows.setdefault((panel, chosen), {"panel": panel, "section": section, "key": chosen, "technique": technique})
         row |= {f"{name}{end}": float(value) for end, value in zip(ENDS, found, strict=True)}
     rows[SYNERGY, LETTERS]["reported_synergy"] = reported_synergy()
-    yield from rows.values()
+    return pd.concat([cells, pd.DataFrame([*rows.values()])], ignore_index=True)
 
 
 def _numbers(sums: NDArray[np.float64]) -> dict[tuple[str, str, str], NDArray[np.float64]]:
@@ -137,14 +134,12 @@ def _numbers(sums: NDArray[np.float64]) -> dict[tuple[str, str, str], NDArray[np
 
 def worst(outcomes: Mapping[str, Outcome]) -> Estimate | None:
     """Perplexity added by the combination that adds most, in percent of dense; None where one has no record."""
-    pairs = {key: (outcome.record, outcome.dense) for key, outcome in outcomes.items() if key not in BESIDE}
     found = []
-    for key, (record, dense) in pairs.items():
-        if record is None or dense is None:
-            return None
-        if key in SETS[1:]:
-            paired = paired_records(record, dense)
-            found.append(Estimate(paired.relative_pct, paired.relative_pct_low, paired.relative_pct_high))
+    for key, one in outcomes.items():
+        if key not in BESIDE:
+            if one.record is None or one.dense is None:
+                return None
+            found += [added_pct(one.record, one.dense)] if key in SETS[1:] else []
     return max(found, key=lambda estimate: estimate.value, default=None)
 
 
@@ -228,7 +223,7 @@ _SYNERGY = (
 )
 
 
-def draw(rows: pd.DataFrame) -> Any:
+def draw_effects(rows: pd.DataFrame) -> Any:
     """Main effects and pairs as matrices (operations, perplexity), and δ of every set. Call it inside `style()`."""
     drawing, plots = panels(1, 3, size=(11.6, 3.2), width_ratios=[1, 1, 1.4])
     effects = rows[rows["panel"] == EFFECTS].set_index("key")
@@ -237,13 +232,8 @@ def draw(rows: pd.DataFrame) -> Any:
         matrix = np.full((len(LETTERS), len(LETTERS)), np.nan)
         for i, j in itertools.combinations_with_replacement(range(len(LETTERS)), 2):
             matrix[j, i] = factor * effects.loc["".join(dict.fromkeys(LETTERS[i] + LETTERS[j])), f"effect_{name}"]
-        drawing.colorbar(plot.imshow(matrix, **heat_look(matrix)), ax=plot)
-        there = zip(*np.nonzero(~np.isnan(matrix)), strict=True)
-        write_cells(plot, matrix, {(int(j), int(i)): signed(matrix[j, i]) for j, i in there})
-        plot.set_xticks(range(len(LETTERS)), LETTERS)
-        plot.set_yticks(range(len(LETTERS)), [f"{FACTORS[letter][2]} {letter}" for letter in LETTERS])
+        draw.heatmap(drawing, plot, matrix, signed, [*LETTERS], [f"{FACTORS[letter][2]} {letter}" for letter in LETTERS])
         plot.set_title(f"Effects of one and of pairs:\n{title}")
-        plot.grid(False)
     deltas = rows[rows["panel"] == SYNERGY]
     plot = plots[0][2]
     places = np.arange(len(deltas))
@@ -253,7 +243,7 @@ def draw(rows: pd.DataFrame) -> Any:
         bars = {"color": PALETTE[(0, 4)[k]], "hatch": HATCHES[k], "edgecolor": "white", "label": f"{ledger} ledger"}
         plot.bar(places + 0.4 * k - 0.2, middle, 0.4, yerr=spread, error_kw={"elinewidth": 0.7}, **bars)
     plot.plot(places[-1], reported_synergy(), marker="D", linestyle="", color=PALETTE[1], label="the paper's numbers (P.4)")
-    plot.axhline(0, color="black", linewidth=0.8, linestyle="-", marker="")
+    draw.horizontal(plot, 0)
     plot.set_xticks(places, deltas["key"], rotation=90)
     plot.set(xlabel="mechanisms together", ylabel="δ, points of dense FLOPs")
     plot.set_title("Synergy δ (P.1):\nbelow 0, savings overlap")
@@ -281,7 +271,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     if not found["panel"].eq(EFFECTS).any():
         raise QuickSilverError("interactions need a record of every combination, and not every one has one.")
     with style():
-        drawing = draw(found)
+        drawing = draw_effects(found)
     caption = (*legend(table=False), *sweeps.notes(outcomes, name))
     return Figure(name, "All combinations of the four mechanisms", found, drawing, caption, finding=_finding(found))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from quicksilver.report.artefacts import Row
@@ -64,33 +64,47 @@ def row_of(
     return Row(panel, section, key, technique, words, tuple(modules.split(",")) if modules else ())
 
 
+Members = Mapping[
+    str, str | tuple[str, str]
+]  # key -> what is printed, and the name of its settings where the key does not say it
+
+
+def composed(panel: str, section: str, key: str, technique: str, parts: Sequence[tuple[str, ...]], *always: str) -> Row:
+    """The row of several settings (modules, then overrides) together."""
+    overrides = tuple(word for one in parts for word in one[1:])
+    return row_of(panel, section, key, technique, ",".join(one[0] for one in parts), *always, overrides=overrides)
+
+
 def chosen(
-    panel: str,
-    members: Mapping[str, str | tuple[str, str]],
-    *always: str,
-    section: str = "",
-    settings: Mapping[str, tuple[str, ...]] = SETTINGS,
+    panel: str, members: Members, *always: str, section: str = "", settings: Mapping[str, tuple[str, ...]] = SETTINGS
 ) -> Iterator[Row]:
     """A row for each key, with what is printed; the key's last parts name its settings (`40.bfloat16` has two), or a second text does."""
     for key, printed in members.items():
         technique, name = (printed, key) if isinstance(printed, str) else printed
         found = [settings[part] for part in name.split(".") if part in settings]
         assert found, f"{name} names no setting"
-        overrides = tuple(word for one in found for word in one[1:])
-        yield row_of(panel, section, key, technique, ",".join(one[0] for one in found), *always, overrides=overrides)
+        yield composed(panel, section, key, technique, found, *always)
+
+
+def panel_rows(
+    panel: str, sections: Mapping[str, Members], *always: str, own: Mapping[str, tuple[str, ...]] | None = None
+) -> Iterator[Row]:
+    """Dense and the rows of a panel by section; `own`: settings of this table beside the shared ones."""
+    yield row_of(panel, "", "dense", "Dense", "", *always)
+    for section, members in sections.items():
+        yield from chosen(panel, members, *always, section=section, settings=SETTINGS | dict(own or {}))
 
 
 def steps(panel: str, *always: str, reported: str = "") -> Iterator[Row]:
     """Every mechanism alone, then one after another; `reported`: before the row's key, the id of what the paper says of it."""
-    for together in (False, True):
+    for heading in ("Isolated", "Cumulative"):
         modules, overrides = "", tuple[str, ...]()
         for claim, (module, technique) in MECHANISMS.items():
             more = FUSION if claim == "fusion" else ()
-            if together:
-                modules, overrides = f"{modules},{module}".strip(","), (*overrides, *more)
+            if heading == "Cumulative":
+                technique, modules, overrides = f"+ {technique}", f"{modules},{module}".strip(","), (*overrides, *more)
             else:
                 modules, overrides = module, ALONE if claim == "kv_skipping" else more
-            section, name = ("Cumulative", f"+ {technique}") if together else ("Isolated", technique)
-            key = f"{section.lower()}.{claim}"
-            found = row_of(panel, section, key, name, modules, *always, overrides=overrides)
+            key = f"{heading.lower()}.{claim}"
+            found = row_of(panel, heading, key, technique, modules, *always, overrides=overrides)
             yield replace(found, reported=f"{reported}{key}") if reported else found

@@ -1,7 +1,9 @@
-"""Table 7 and the picture of it by layer: where the time of a pass goes, dense, with the mechanisms together, and halting by attention.
+"""Where the time of a pass goes (Table 7, by layer), Figure 16 (speed and energy), and the waterfall: how much of what a mechanism promises arrives.
 
-One pass over a batch of prompts, taken apart in a pass of its own; the rows below the sum say how far that is from the untouched pass.
-The paper's seven rows are measured as it defines them where it does (App. K); what it leaves out is listed below them.
+One pass over a batch of prompts is taken apart in a pass of its own; the rows below the sum say how far that is from the untouched pass. The
+paper's seven rows are measured as it defines them where it does (App. K); what it leaves out is listed below them. The method by which joules were
+had stands at every number; where there is no counter they are an estimate that follows the clock, and answer no claim. Of the waterfall all is of
+the prompt, but for joules, which are of the whole batch.
 """
 
 from __future__ import annotations
@@ -12,15 +14,19 @@ from typing import Any
 
 import pandas as pd
 
-from quicksilver.measure.components import BreakdownResult
+from quicksilver.measure.components import KERNELS, BreakdownResult
+from quicksilver.measure.latency import LatencyResult
 from quicksilver.records.record import Record
 from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, artefact
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
-from quicksilver.report.figure import GREY, HATCHES, PALETTE, Figure, legend_below, panels, style
-from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, number, signed, time_difference_cell
+from quicksilver.report.figure import GREY, HATCHES, PALETTE, Figure, legend_below, panels, style, whiskers
+from quicksilver.report.table import NO_VALUE, Column, Panel, Table, number, numbers, signed, time_cell, time_difference_cell
+from quicksilver.runtime.errors import ConfigError
 
+from .. import drawing as draw
+from ..drawing import folded
 from . import costs
 
 COMPONENTS = {  # as `quicksilver.measure.components` names them -> what is printed
@@ -60,8 +66,6 @@ def saved(record: Record, component: str, floor_pct: float) -> tuple[float, floa
 
 
 # --- Table 7 ----------------------------------------------------------------------------------------------------------------------
-
-
 def _runs(outcomes: Sequence[Outcome]) -> tuple[dict[str, Record], dict[str, dict[str, Any]]]:
     """The records of the runs, and their A/A floors, pooled."""
     there = costs.by_key(outcomes)
@@ -73,17 +77,13 @@ def _runs(outcomes: Sequence[Outcome]) -> tuple[dict[str, Record], dict[str, dic
     return records, floors
 
 
-def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
-    """One row a component: what the paper reports, medians with interquartile ranges, percent saved with its noise."""
-    return pd.DataFrame(_rows(*_runs(outcomes)))
-
-
-def simulated(run: str, record: Record) -> dict[str, Any]:
-    """What stands in the place of its times where they are of simulated widths."""
-    return {f"{run}_method": costs.SIMULATED} if record.simulated else {}
-
-
 def _rows(records: Mapping[str, Record], floors: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """One row a component: what the paper reports, medians with interquartile ranges, percent saved with its noise."""
+    # What stands in the place of times where they are of simulated widths.
+    simulated: dict[str, dict[str, Any]] = {
+        run: {f"{run}_method": costs.SIMULATED} if record.simulated else {} for run, record in records.items()
+    }
+
     def row(section: str, key: str, technique: str) -> dict[str, Any]:
         entry = reported().get(f"table7.{key}")
         stated = {} if entry is None else {f"reported_{quantity}": value for quantity, value in entry.values.items()}
@@ -97,33 +97,29 @@ def _rows(records: Mapping[str, Record], floors: Mapping[str, Mapping[str, Any]]
                 if part is not None and f"{who}_ms" not in found and (who == "dense" or not record.simulated):
                     found[f"{who}_ms"], found[f"{who}_iqr_ms"] = part.median_ms, part.iqr_ms
             floor = floors[run][comparison.FLOOR]
-            found |= simulated(run, record)
+            found |= simulated[run]
             if not record.simulated and (gone := saved(record, component, floor)) is not None:
                 found |= {f"{run}_is_own": gone[1] > floor, f"{run}_saved_pct": gone[0], f"{run}_noise_pct": gone[1]}
         yield found
     for key, technique in ((TOTAL, "Total: the untouched pass"), (SUM, "Sum of the above")):
         found = row("All of it", key, technique)
         for run, record in records.items():
-            dense, mine = (
-                one.headline_ms if key == TOTAL else one.sum_ms for one in (breakdown(record, "dense"), breakdown(record, run))
-            )
+            passes = (breakdown(record, who) for who in ("dense", run))
+            dense, mine = (one.headline_ms if key == TOTAL else one.sum_ms for one in passes)
             found.setdefault("dense_ms", dense)
-            if record.simulated:
-                found |= simulated(run, record)
-                continue
-            pass_ratio = costs.components(record).run_ratio
+            pass_ratio, floor = costs.components(record).run_ratio, floors[run][comparison.FLOOR]
             ratio = pass_ratio.median if key == TOTAL and pass_ratio is not None else mine / dense
-            floor = floors[run][comparison.FLOOR]
-            found |= {f"{run}_ms": mine, f"{run}_saved_pct": 100 * (1 - ratio), f"{run}_noise_pct": floor}
+            timed = {f"{run}_ms": mine, f"{run}_saved_pct": 100 * (1 - ratio), f"{run}_noise_pct": floor}
+            found |= simulated[run] or timed
         yield found
     found = row("All of it", "residual", "Sum off by %")
     for run, record in records.items():
-        found |= simulated(run, record) or {f"{run}_residual_pct": breakdown(record, run).residual_pct}
+        found |= simulated[run] or {f"{run}_residual_pct": breakdown(record, run).residual_pct}
         found.setdefault("dense_residual_pct", breakdown(record, "dense").residual_pct)
     yield found
 
 
-def _ms(key: str, row: Mapping[str, Any]) -> Lines:
+def _ms(key: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     if row.get(f"{key}_method") == costs.SIMULATED:
         return (costs.SIMULATED,)
     residual, value, around = (number(row, f"{key}_{part}") for part in ("residual_pct", "ms", "iqr_ms"))
@@ -132,7 +128,7 @@ def _ms(key: str, row: Mapping[str, Any]) -> Lines:
     return (f"{value:.1f}",) if around is None else (f"{value:.1f}", f"± {around / 2:.1f}")
 
 
-def _saved_cell(run: str, row: Mapping[str, Any]) -> Lines:
+def _saved_cell(run: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     found = time_difference_cell(number(row, f"{run}_saved_pct"), number(row, f"{run}_noise_pct"))
     return found if row.get(f"{run}_is_own") is True else found[:1]
 
@@ -180,8 +176,9 @@ def table07_component_latency(outcomes: Sequence[Outcome], name: str) -> Table:
         Column("measured, ms", "dense", partial(_ms, "dense")),
     ]
     for run, key in RUNS.items():
-        heading = HEADINGS[key]
-        columns += [Column(heading, "ms", partial(_ms, run)), Column(heading, "saved %", partial(_saved_cell, run))]
+        columns.append(Column(HEADINGS[key], "ms", partial(_ms, run)))
+        columns.append(Column(HEADINGS[key], "saved %", partial(_saved_cell, run)))
+    records, floors = _runs(outcomes)
     rounds = {record.config["measure"]["components"]["repeats"] for record in costs.by_key(outcomes).values()}
     legend = (
         f"Medians of {'/'.join(map(str, sorted(rounds)))} rounds in which all of it takes turns, ± half of the interquartile range. Every moment "
@@ -195,14 +192,15 @@ def table07_component_latency(outcomes: Sequence[Outcome], name: str) -> Table:
         "all four, so saved does not follow from it for the other run.",
         "The paper measured GPT-2 774M on an A100. Its milliseconds cannot be compared with another model or machine.",
     )
-    floors = _runs(outcomes)[1].values()
-    notes = (*comparison.noise_note(floors, "a prompt's time"), *provenance.notes(outcomes))
-    panel = Panel(costs.PANEL, "One pass over a batch of prompts", tuple(columns), notes)
-    return Table(name, "Table 7: latency by component, reported beside measured", frame(outcomes), (panel,), legend)
+    notes = (*comparison.noise_note(floors.values(), "a prompt's time"), *provenance.notes(outcomes))
+    panel, found = (
+        Panel(costs.PANEL, "One pass over a batch of prompts", tuple(columns), notes),
+        pd.DataFrame(_rows(records, floors)),
+    )
+    return Table(name, "Table 7: latency by component, reported beside measured", found, (panel,), legend)
 
 
 # --- by layer ---------------------------------------------------------------------------------------------------------------------
-
 GROUPS = {
     "attention": ("attention",),
     "MLP": ("mlp",),
@@ -218,11 +216,9 @@ LAYERED = {costs.DENSE: "Dense", costs.JOINT: "All four mechanisms", costs.BUDGE
 def layers(record: Record, key: str) -> pd.DataFrame:
     """Time by group and layer (from 1) of a record, in milliseconds and in percent of that layer in the dense pass of the same record, which
     takes turns with it: other records were timed on a machine that was busy otherwise."""
-    found = costs.components(record)
+    found, rows = costs.components(record), []
     ours, dense = found.ours.layers_ms, found.dense.layers_ms
-    n_layers = len(next(iter(dense.values())))
-    rows = []
-    for layer in range(n_layers):
+    for layer in range(len(next(iter(dense.values())))):
         whole = sum(times[layer] for times in dense.values())
         for group, members in GROUPS.items():
             ms = sum(ours[one][layer] for one in members if one in ours)
@@ -233,14 +229,14 @@ def layers(record: Record, key: str) -> pd.DataFrame:
 
 @artefact(partial(costs.rows, *LAYERED))
 def figure_layer_times(outcomes: Sequence[Outcome], name: str) -> Figure:
-    """Figure layer-times: where the time of each layer goes, dense, with the paper's mechanisms, and halting by attention (App. K, layerwise).
-
-    Every record is set against the dense pass of its own.
-    """
+    """Figure layer-times: where the time of each layer goes, dense, with the paper's mechanisms, and halting by attention (App. K, layerwise)."""
     records = costs.by_key(outcomes)
     there = [key for key in LAYERED if key in records and not records[key].simulated]
     found = pd.concat([layers(records[key], key) for key in there], ignore_index=True)
-    totals = {str(key): 100 * mine["ms"].sum() / _dense_ms(mine) for key, mine in found.groupby("run")}
+    totals = {
+        str(key): 100 * mine["ms"].sum() / float(mine.drop_duplicates("layer")["dense_layer_ms"].sum())
+        for key, mine in found.groupby("run")
+    }
     with style():
         drawing, axes = panels(1, len(there), size=(8.6, 3.2), sharey=True)
         for plot, key in zip(axes.flat, there, strict=True):
@@ -250,10 +246,9 @@ def figure_layer_times(outcomes: Sequence[Outcome], name: str) -> Figure:
                 look = {"color": PALETTE[place], "hatch": HATCHES[place], "edgecolor": "white", "linewidth": 0.2}
                 plot.bar(mine.index, mine[group], bottom=bottom, width=0.8, label=group, **look)
                 bottom = bottom + mine[group]
-            plot.axhline(100, color=GREY, linewidth=0.8, linestyle="-", marker="")
+            draw.horizontal(plot, 100, color=GREY)
             plot.set_title(LAYERED[key] if key == costs.DENSE else f"{LAYERED[key]}:\n{totals[key]:.0f}% of its own dense pass")
-            plot.set_xlabel("layer")
-            plot.set_xticks(sorted({1, *range(4, len(mine) + 1, 4), len(mine)}))
+            plot.set(xlabel="layer", xticks=sorted({1, *range(4, len(mine) + 1, 4), len(mine)}))
             plot.grid(axis="x", visible=False)
         axes[0, 0].set_ylabel("time, % of the same layer's\nin the record's dense pass")
         legend_below(drawing, axes[0, 0].get_legend_handles_labels()[0], ncols=len(GROUPS))
@@ -269,6 +264,311 @@ def figure_layer_times(outcomes: Sequence[Outcome], name: str) -> Figure:
     return Figure(name, "Where the time of each layer goes", found, drawing, caption, finding=finding)
 
 
-def _dense_ms(found: pd.DataFrame) -> float:
-    """All layers of the dense pass."""
-    return float(found.drop_duplicates("layer")["dense_layer_ms"].sum())
+# --- speed and energy (Figure 16) -----------------------------------------------------------------------------------------------
+# row -> what F.2 says of it: (entry of the speedup, entry of the emissions); the full stack is the last step here
+STEPS = {
+    costs.DENSE: (None, None),
+    "cumulative.halting": ("f2.halting", "f2.halting"),
+    "cumulative.kv_skipping": (None, "f2.kv_skipping"),
+    "cumulative.fusion": (None, "f2.fusion"),
+    "cumulative.quantization": ("f2.joint", "f2.joint"),
+}
+_DENSE_G = reported()["f2.halting"].values["dense_g_per_token"]
+STATED = {
+    key: ({} if speed is None else {"reported_speedup_pct": reported()[speed].values["speedup_pct"]})
+    | ({} if grams is None else {"reported_emissions_pct": 100 * reported()[grams].values["emissions_g_per_token"] / _DENSE_G})
+    for key, (speed, grams) in STEPS.items()
+}
+ENERGY = ("net_j_per_token", "gross_j_per_token", "net_gco2_per_token", "resolution_j_per_token")
+_COLUMNS_16 = [
+    *("key", "technique", "status", "method", *ENERGY, "energy_pct", "record", "reported_speedup_pct", "reported_emissions_pct"),
+    *("speedup_pct", "speedup_pct_low", "speedup_pct_high", comparison.FLOOR, "energy_resolution_pct", comparison.POOLED),
+]
+_DIAMOND: dict[str, Any] = {"marker": "D", "color": "white", "markeredgecolor": PALETTE[1], "linestyle": ""}  # the paper's number
+_BAR: dict[str, Any] = {"width": 0.55, "edgecolor": "black", "linewidth": 0.5, "error_kw": {"elinewidth": 0.8, "capsize": 2}}
+_AT: dict[str, Any] = {"textcoords": "offset points", "ha": "center"}
+
+
+def _estimate(quantity: str, record: Record) -> Estimate | None:
+    energy = costs.energy(record)
+    if not energy.measured:
+        raise ConfigError(f"energy was not measured, but estimated from the clock ({energy.method})")
+    if quantity == "dense_g_per_token":
+        grams = energy.dense.net_gco2_per_token
+        return None if isinstance(grams, str) else Estimate(grams, grams, grams)
+    saved = costs.joules_saved(record)  # in percent of dense joules, and so of emissions: the grid's factor cancels out
+    return saved and Estimate(saved[0], saved[0] - saved[1], saved[0] + saved[1], saved[1])
+
+
+_ENTRIES = {f"f2.{step.rpartition('.')[2]}": step for step in [*STEPS][1:]}
+_ANSWERS = {
+    f"{entry}.{quantity}": (
+        AnsweredBy(costs.PANEL, key, of=partial(costs.pooled, costs.of_a_batch, key))
+        if quantity == "speedup_pct"
+        else AnsweredBy(costs.PANEL, key, of_record=partial(_estimate, quantity))
+    )
+    for entry, key in (_ENTRIES | {"f2.joint": costs.JOINT, "faq.energy": costs.JOINT}).items()
+    for quantity in reported()[entry].quantities
+    if quantity != "added_speedup_pct"
+}
+
+
+@artefact(partial(costs.rows, *STEPS), answers=_ANSWERS)
+def figure16_speed_emissions(outcomes: Sequence[Outcome], name: str) -> Figure:
+    """Figure 16: cumulative speedup with energy and emissions per token."""
+    frame = pd.DataFrame([row | STATED[row["key"]] for row in costs.measured(outcomes, _costs)], columns=_COLUMNS_16)
+    members = frame.to_dict("records")
+    with style():
+        drawing, axes = panels(1, 2, size=(8.6, 3.6))
+        _speed(axes[0, 0], members)
+        _energy(axes[0, 1], members)
+        for plot in axes.flat:
+            plot.set_xticks(range(len(members)), [folded(row["technique"].replace("Quanti", "Quanti-"), 10) for row in members])
+            plot.set_xlim(-0.6, len(members) - 0.4)
+            plot.grid(axis="x", visible=False)
+    caption = (
+        "Each step has one mechanism more. Left: time of a batch, prompts and the tokens after them, saved against dense inference. The two take turns. "
+        "Whiskers: quartiles; grey band: noise floor (A/A, pooled), within which nothing is a speedup. Right: net joules per token, and so emissions, in "
+        "percent of dense ones of the same run; below it the method. No bar: below the resolution.",
+        costs.energy_note(outcomes),
+        *comparison.noise_note(members, "a batch's time"),
+        "The paper: F.2, grams per token of GPT-2 774M on an A100, in percent of its dense 0.51 g.",
+        *provenance.notes(outcomes),
+    )
+    timed = [(place, gone) for place, row in enumerate(members) if (gone := number(row, "speedup_pct")) is not None]
+    finding, stated = "", number(members[-1], "reported_speedup_pct")
+    if timed and stated is not None:
+        place, gone = timed[-1]
+        which = "All four mechanisms" if place == len(members) - 1 else f"The first {place} of the mechanisms"
+        together = f"{which} together: {abs(gone):.0f}% {'less' if gone > 0 else 'more'} time for a batch"
+        finding = f"{together}; the paper reports {stated:.0f}% less for all four"
+    return Figure(name, "Figure 16: speedup and emissions, one mechanism after another", frame, drawing, caption, finding=finding)
+
+
+def _costs(record: Record) -> dict[str, Any]:
+    if record.simulated:  # the products of simulated widths are in float: their joules say nothing
+        return {"method": costs.SIMULATED}
+    energy = costs.energy(record)
+    row: dict[str, Any] = {"method": costs.method(record)} | {name: getattr(energy.ours, name) for name in ENERGY}
+    if record.dense_fingerprint is None:
+        return row if isinstance(energy.dense.net_j_per_token, str) else row | {"energy_pct": 100.0}
+    latency = record.measured("latency", LatencyResult)
+    row |= comparison.time_saved("speedup_pct", latency.latency_ratio) | {comparison.FLOOR: latency.noise_floor_pct}
+    if (saved := costs.joules_saved(record)) is not None:
+        row |= {"energy_pct": 100 - saved[0], "energy_resolution_pct": saved[1]}
+    return row
+
+
+def _speed(plot: Any, members: Sequence[Mapping[str, Any]]) -> None:
+    for place, row in enumerate(members):
+        (value, low, high), floor = numbers(row, "speedup_pct"), number(row, comparison.FLOOR)
+        if value is not None and low is not None and high is not None and floor is not None:
+            within = abs(value) <= floor
+            plot.fill_between([place - 0.42, place + 0.42], -floor, floor, color="#e4e4e4", linewidth=0, zorder=0)
+            look: dict[str, Any] = {"color": "white", "hatch": HATCHES[1]} if within else {"color": PALETTE[2]}
+            plot.bar(place, value, yerr=whiskers(value, low, high), label="_", **look, **_BAR)
+            below = value < 0 and not within
+            end, va = (low, "top") if below else (max(high, 0), "bottom")
+            plot.annotate("≈ 0\n(noise)" if within else f"{value:+.1f}", (place, end), (0, -4 if below else 4), va=va, **_AT)
+        elif place:
+            missing = "simulated:\nnot timed" if row.get("method") == costs.SIMULATED else "not timed"
+            plot.annotate(missing if row["status"] == comparison.MEASURED else row["status"], (place, 0), (0, 4), **_AT)
+        _beside(plot, place, row, "reported_speedup_pct")
+    draw.horizontal(plot, 0, color=GREY)
+    plot.plot([], [], label="the paper", **_DIAMOND)
+    plot.set(ylabel="time saved, % of dense", title="Time of a batch: below 0, slower than dense")
+    plot.margins(y=0.18)
+    plot.legend()
+
+
+def _energy(plot: Any, members: Sequence[Mapping[str, Any]]) -> None:
+    for place, row in enumerate(members):
+        value, around, method = number(row, "energy_pct"), number(row, "energy_resolution_pct") or 0.0, row.get("method")
+        if method == costs.SIMULATED:
+            plot.annotate("simulated:\nno bar", (place, 0), (0, 4), **_AT)
+        elif value is not None:
+            plot.bar(place, value, color=PALETTE[4], yerr=around or None, **_BAR)
+            plot.annotate(f"{value:.0f}%\n{method}", (place, value + around), (0, 3), **_AT)
+        elif isinstance(method, str):
+            plot.annotate(f"{costs.BELOW}\n{method}", (place, 0), (0, 4), **_AT)
+        _beside(plot, place, row, "reported_emissions_pct")
+    plot.plot([], [], label="the paper, emissions", **_DIAMOND)
+    draw.horizontal(plot, 100, color=GREY)
+    plot.set(ylabel="net energy per token, % of dense", title="Energy and emissions per token")
+    plot.margins(y=0.3)
+    plot.set_ylim(bottom=0)
+    plot.legend(loc="upper left")
+
+
+def _beside(plot: Any, place: int, row: Mapping[str, Any], stated: str) -> None:
+    if (value := number(row, stated)) is not None:
+        plot.plot(place + 0.38, value, label="_", **_DIAMOND)
+
+
+# --- the waterfall ----------------------------------------------------------------------------------------------------------------
+# column of the frame -> heading of a group, of the column, name in the picture
+STAGES = {
+    "nominal_saved_pct": ("operations", "nominal", "nominal"),
+    "executed_saved_pct": ("operations", "executed", "executed"),
+    "kernel_saved_pct": ("time", "kernels", "kernels"),
+    "wall_saved_pct": ("time", "wall clock", "clock"),
+    "joules_saved_pct": ("energy", "net", "joules"),
+}
+TIMED = [*STAGES][2:]  # what simulated widths do not have
+COLUMNS = [
+    *("panel", "section", "key", "technique", "status", *STAGES, "policy_pct", "policy_pct_low", "policy_pct_high"),
+    *("wall_saved_pct_low", "wall_saved_pct_high", comparison.FLOOR, comparison.POOLED),
+    *("joules_resolution_pct", "realization", "method", "record"),
+]
+
+
+def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
+    """One row a run: percent of dense inference saved at each stage, what deciding alone costs, and the realization ratio."""
+    found = costs.measured(outcomes, _stages)
+    for row in found:
+        if comparison.FLOOR in row:
+            row["realization"] = realization(row["wall_saved_pct"], row["executed_saved_pct"], row[comparison.FLOOR])
+    return pd.DataFrame(found, columns=COLUMNS)
+
+
+def _stages(record: Record) -> dict[str, Any]:
+    found = costs.components(record)
+    policy, wall = found.decide_ratio, found.run_ratio
+    if policy is None or wall is None:  # of dense inference
+        return {}
+    row: dict[str, Any] = {
+        f"{ledger}_saved_pct": record.flops_saved_pct(f"prompt_{ledger}") for ledger in ("nominal", "executed")
+    }
+    if record.simulated:
+        return row | {"method": costs.SIMULATED}
+    dense, run = (  # what the model's own parts take, whatever happens around them
+        sum(one.components[name].median_ms for name in KERNELS if name in one.components) for one in (found.dense, found.ours)
+    )
+    row |= {"kernel_saved_pct": 100 * (1 - run / dense) if run else None, **comparison.time_saved("wall_saved_pct", wall)}
+    deciding = {"policy_pct": policy.median, "policy_pct_low": policy.low, "policy_pct_high": policy.high}
+    row |= {name: 100 * (ratio - 1) for name, ratio in deciding.items()}
+    row |= {comparison.FLOOR: found.noise_floor_pct, "method": costs.method(record)}
+    if (joules := costs.joules_saved(record)) is not None:
+        row["joules_saved_pct"], row["joules_resolution_pct"] = joules
+    return row
+
+
+def realization(time_saved_pct: float, flops_saved_pct: float, noise_pct: float) -> float | None:
+    """Time saved over executed FLOPs saved. None where either is no larger than the noise of the clock (a ratio of noise is no ratio), and
+    where no operation was saved: then there is nothing to realize."""
+    if abs(time_saved_pct) <= noise_pct or flops_saved_pct <= noise_pct:
+        return None
+    return time_saved_pct / flops_saved_pct
+
+
+@artefact(costs.rows)
+def table_waterfall(outcomes: Sequence[Outcome], name: str) -> Table:
+    """Table and figure waterfall: how much of what a mechanism promises arrives: operations, kernel time, wall clock, joules."""
+    found = frame(outcomes)
+    stages = [Column(group, heading, partial(_cell, stage)) for stage, (group, heading, _) in STAGES.items()]
+    columns = (
+        Column("", "technique", "{technique}", align="left"),
+        *stages[:2],
+        Column("", "deciding takes", partial(_cell, "policy_pct")),
+        *stages[2:],
+        Column("", "realized", "{realization:.2f}"),
+    )
+    legend = (
+        "Operations, time, energy: percent of dense inference that is saved, of a prompt (energy: of the prompt and the tokens "
+        "after it). Nominal: the dense formula on active tokens. Executed: what ran, signals and modules included.",
+        "deciding takes: time of deciding in percent of dense time, measured while every token is still computed. It is a cost.",
+        "kernels: time of embedding, attention, MLP, norms and head, without what the runtime adds around them.",
+        "realized: wall clock saved over executed operations saved; 1: every operation not executed is time not spent. "
+        f"{NO_VALUE} where one of the two is within the noise of the clock, or no operation was saved.",
+        f"{comparison.NOISE} below resolution: idle windows differ by as much.",
+        costs.energy_note(outcomes),
+    )
+    notes = (*comparison.noise_note(found.to_dict("records"), "a prompt's time"), *provenance.notes(outcomes))
+    panel = Panel(costs.PANEL, "Saved against dense inference, stage by stage", columns, notes)
+    return Table(name, "Waterfall: from operations to joules", found, (panel,), legend)
+
+
+def _cell(stage: str, row: Mapping[str, Any]) -> tuple[str, ...]:
+    """A stage; times and joules with what they cannot be told from."""
+    value = number(row, stage)
+    if stage not in (*TIMED, "policy_pct"):
+        return (signed(value),)
+    if row.get("method") == costs.SIMULATED:
+        return (costs.SIMULATED,)
+    if stage != "joules_saved_pct":
+        return time_cell(value, number(row, comparison.FLOOR))
+    resolution = number(row, "joules_resolution_pct")
+    refused = value is None or resolution is None or abs(value) <= resolution
+    return (costs.BELOW if refused else signed(value), row["method"]) if isinstance(row["method"], str) else (NO_VALUE,)
+
+
+_A_LINE = 4
+
+
+@artefact(costs.rows)
+def figure_waterfall(outcomes: Sequence[Outcome], name: str) -> Figure:
+    """Table and figure waterfall: how much of what a mechanism promises arrives: operations, kernel time, wall clock, joules."""
+    found = frame(outcomes)
+    # Halting alone is also the first of the steps: the same run, drawn once.
+    members = found[~found["key"].isin([costs.DENSE, "cumulative.halting"])].to_dict("records")
+    lines = -(-len(members) // _A_LINE)
+    with style():
+        drawing, axes = panels(lines, _A_LINE, size=(11.2, 2.5 * lines), sharex=True, sharey=True)
+        for plot, row in zip(axes.flat, members, strict=False):
+            _falls(plot, row)
+        for plot in axes.flat[len(members) :]:
+            plot.set_visible(False)
+        for line in axes:
+            line[0].set_ylabel("left of dense, %")
+        for column in range(_A_LINE):
+            # The lowest picture of a column has the labels, wherever the last line ends.
+            lowest = [plot for plot in axes[:, column] if plot.get_visible()][-1]
+            lowest.set_xticks(range(len(STAGES)), [short for _, _, short in STAGES.values()], rotation=30)
+            lowest.tick_params(labelbottom=True)
+    caption = (
+        "What is left of dense inference (100) at each stage: nominal operations (the dense formula on active tokens), executed operations (what "
+        "ran), kernels (time of the model's own parts), wall clock with its quartiles, net joules. Cross-hatched: what "
+        "deciding costs. Hatched bars: a difference within the noise of the instrument.",
+        "All is of the prompt alone; only joules are of the prompt and the tokens after it. The cost of deciding was measured by a run that decides and "
+        "computes every token all the same. realized: time saved over executed operations saved; no number where one of the two is within the noise.",
+        *comparison.noise_note(found.to_dict("records"), "a prompt's time"),
+        costs.energy_note(outcomes),
+        *provenance.notes(outcomes),
+    )
+    timed = [row for row in members if number(row, "wall_saved_pct") is not None]
+    faster = sum((number(row, "wall_saved_pct") or 0.0) > (number(row, comparison.FLOOR) or 0.0) for row in timed)
+    finding = f"Time is saved beyond noise in {faster} of the {len(timed)} combinations that have a time"
+    return Figure(name, "What is left of dense inference, from operations to joules", found, drawing, caption, finding=finding)
+
+
+def _falls(plot: Any, row: Mapping[str, Any]) -> None:
+    own, resolution = number(row, comparison.FLOOR), number(row, "joules_resolution_pct")
+    floors = {"kernel_saved_pct": own, "wall_saved_pct": own, "joules_saved_pct": resolution}
+    for place, stage in enumerate(STAGES):
+        saved, low, high = numbers(row, stage)
+        if saved is None:
+            missing = f"{costs.BELOW} ({row['method']})" if stage == "joules_saved_pct" else "not measured"
+            missing = costs.SIMULATED if row["method"] == costs.SIMULATED else missing
+            why = missing if row["status"] == comparison.MEASURED else row["status"]
+            plot.annotate(why, (place, 3), ha="center", va="bottom", rotation=90)
+            continue
+        floor, top, policy = floors.get(stage), 100 - saved, number(row, "policy_pct") or 0.0
+        refused = floor is not None and abs(saved) <= floor
+        look: dict[str, Any] = {"color": "white", "hatch": HATCHES[1]} if refused else {"color": PALETTE[place]}
+        plot.bar(place, top, width=0.7, edgecolor="black", linewidth=0.5, **look)
+        if stage == "wall_saved_pct" and own is not None and policy > own:
+            look = {"color": PALETTE[place], "hatch": HATCHES[4], "edgecolor": "white", "linewidth": 0}
+            plot.bar(place, min(policy, top), bottom=max(0.0, top - policy), width=0.7, **look)
+        if low is not None and high is not None:
+            spread = whiskers(top, 100 - high, 100 - low)
+            draw.with_halo(plot.errorbar(place, top, yerr=spread, color="black", elinewidth=0.8, capsize=2, marker=""))
+            top = 100 - low
+        look = {"textcoords": "offset points", "ha": "center", "zorder": 5}
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # the line at 100 must not strike it out
+        plot.annotate(f"{100 - saved:.0f}" + "\n(noise)" * refused, (place, top), (0, 3), bbox=box, **look)
+    draw.horizontal(plot, 100, color=GREY, zorder=0.5)
+    ratio = number(row, "realization")
+    realized = "" if ratio is None else f", realized {ratio:.2f}"
+    plot.set_title(f"{row['technique']}{' alone' * (row['section'] == 'Isolated')}{realized}", size=8)
+    plot.margins(y=0.15)
+    plot.grid(axis="x", visible=False)

@@ -88,11 +88,6 @@ def pooled(of: Callable[[Record], Estimate | None], key: str, outcomes: Mapping[
     return replace(found[key][1], floor=lines[key][comparison.FLOOR]) if key in found else None
 
 
-def or_simulated(cell: Cell | str) -> Cell:
-    """A cell of a time or of joules, or `simulated`."""
-    return lambda row: (SIMULATED,) if row.get("method") == SIMULATED else filled(cell, row)
-
-
 def components(record: Record) -> ComponentsResult:
     """The batch taken apart."""
     return record.measured("components", ComponentsResult)
@@ -104,12 +99,9 @@ def energy(record: Record) -> EnergyResult:
 
 
 # --- energy -----------------------------------------------------------------------------------------------------------------------
-
-
 def method(record: Record) -> str:
     """RAPL, NVML …, or `estimate` where there was no counter: one word beside every number."""
-    found = energy(record)
-    return found.method if found.measured else "estimate"
+    return energy(record).method if energy(record).measured else "estimate"
 
 
 def joules_saved(record: Record) -> tuple[float, float] | None:
@@ -118,8 +110,7 @@ def joules_saved(record: Record) -> tuple[float, float] | None:
     dense, run = found.dense.net_j_per_token, None if found.run is None else found.run.net_j_per_token
     if run is None or isinstance(dense, str) or isinstance(run, str):
         return None
-    resolution = found.dense.resolution_j_per_token + found.ours.resolution_j_per_token
-    return 100 * (1 - run / dense), 100 * resolution / dense
+    return 100 * (1 - run / dense), 100 * (found.dense.resolution_j_per_token + found.ours.resolution_j_per_token) / dense
 
 
 def energy_note(outcomes: Sequence[Outcome]) -> str:
@@ -135,8 +126,6 @@ def energy_note(outcomes: Sequence[Outcome]) -> str:
 
 
 # --- deployment -------------------------------------------------------------------------------------------------------------------
-
-
 def _served(record: Record) -> dict[str, Any]:
     if record.simulated:
         return {"method": SIMULATED}
@@ -150,11 +139,6 @@ def _served(record: Record) -> dict[str, Any]:
     return row
 
 
-def _generated(record: Record) -> Estimate | None:
-    found = record.measured("deployment", DeploymentResult)
-    return None if found.per_token_ratio is None else time_saved(found.per_token_ratio, found.noise_floor_pct)
-
-
 def _largest(outcomes: Mapping[str, Outcome]) -> Estimate | None:
     """Points of time gone under the lesser of halting and fusion, beyond the greater of the others; the ends are set against each other."""
     keys = (key for key in outcomes if key.startswith("isolated."))
@@ -163,28 +147,40 @@ def _largest(outcomes: Mapping[str, Outcome]) -> Estimate | None:
         return None
     ours = min((gone.pop(key) for key in ("halting", "fusion")), key=lambda one: one.value)
     best = max(gone.values(), key=lambda one: one.value)
-    floor = max(ours.floor, best.floor)
-    return Estimate(ours.value - best.value, ours.low - best.high, ours.high - best.low, floor)
+    return Estimate(ours.value - best.value, ours.low - best.high, ours.high - best.low, max(ours.floor, best.floor))
 
 
 def _answers() -> dict[str, AnsweredBy | tuple[AnsweredBy, ...]]:
     """Time as the paper takes it (3.1, G.5), beside that of whole passes in Table 11, where quantised tokens are simulated."""
+
+    def generated(record: Record) -> Estimate | None:
+        served = record.measured("deployment", DeploymentResult)
+        return None if served.per_token_ratio is None else time_saved(served.per_token_ratio, served.noise_floor_pct)
+
     note, integers = "tokens generated one by one, the prompt's time left out", "quantised tokens multiplied as integers"
     answers: dict[str, tuple[AnsweredBy, ...]] = {}
     for row in rows():
         if "." in row.key:
             quantised = QUANTIZATION in row.needs
-            notes = {_generated: f"{note}; {integers}" if quantised else note} | ({of_a_batch: integers} if quantised else {})
+            notes = {generated: f"{note}; {integers}" if quantised else note} | ({of_a_batch: integers} if quantised else {})
             answers[row.key] = tuple(
                 AnsweredBy(PANEL, row.key, of=partial(pooled, of, row.key), note=said) for of, said in notes.items()
             )
     found: dict[str, AnsweredBy | tuple[AnsweredBy, ...]] = {f"table11.{key}.speedup_pct": one for key, one in answers.items()}
     found |= {f"section3.{key}.speedup_pct": answers[key] for key in ("isolated.halting", "isolated.fusion")}
     found |= dict.fromkeys(("figure6.joint.speedup_pct", "section3.ablation.speedup_pct"), answers[JOINT])
-    largest = AnsweredBy(
-        PANEL, "isolated.halting", of=_largest, note="halting's or fusion's, a batch with the tokens after its prompts"
-    )
+    note = "halting's or fusion's, a batch with the tokens after its prompts"
+    largest = AnsweredBy(PANEL, "isolated.halting", of=_largest, note=note)
     return found | {"e7.latency.latency_saved_ms": answers["isolated.quantization"], "section3.largest.lead_points": largest}
+
+
+def _or_simulated(cell: Cell | str) -> Cell:
+    """A cell of a time, or `simulated`."""
+    return lambda row: (SIMULATED,) if row.get("method") == SIMULATED else filled(cell, row)
+
+
+def _time(value: str, floor: str) -> Cell:
+    return _or_simulated(lambda row: time_cell(number(row, value), number(row, floor)))
 
 
 @artefact(rows, answers=_answers())
@@ -196,25 +192,16 @@ def table_deployment(outcomes: Sequence[Outcome], name: str) -> Table:
             row |= {"batch_saved_pct": batch.value, "batch_noise_floor_pct": batch.floor}
     columns = (
         Column("", "technique", "{technique}", align="left"),
-        Column("ms to the first token", "median", or_simulated("{first_token_ms:.1f}\n± {first_token_iqr_ms:0.5*.1f}")),
+        Column("ms to the first token", "median", _or_simulated("{first_token_ms:.1f}\n± {first_token_iqr_ms:0.5*.1f}")),
         *(Column("ms per token after it", percentile, f"{{{percentile}_ms:.1f}}") for percentile in ("p50", "p95", "p99")),
-        Column(
-            "per token", "saved %", or_simulated(lambda row: time_cell(number(row, "saved_pct"), number(row, comparison.FLOOR)))
-        ),
-        Column(
-            "a batch",
-            "saved %",
-            or_simulated(lambda row: time_cell(number(row, "batch_saved_pct"), number(row, "batch_noise_floor_pct"))),
-            expendable=2,
-        ),
+        Column("per token", "saved %", _time("saved_pct", comparison.FLOOR)),
+        Column("a batch", "saved %", _time("batch_saved_pct", "batch_noise_floor_pct"), expendable=2),
         Column("", "tokens/s", "{tokens_per_s:.1f}"),
         Column("", "in budget %", "{within_budget_pct:.1f}", expendable=1),
     )
     served = [one for record in by_key(outcomes).values() if (one := record.found("deployment", DeploymentResult))]
-    requests = {(one.prompt_tokens, one.new_tokens, one.budget_ms) for one in served}
-    said = "; ".join(
-        f"a prompt of {prompt} tokens, {new} new ones, {budget:g} ms a token" for prompt, new, budget in sorted(requests)
-    )
+    requests = sorted({(one.prompt_tokens, one.new_tokens, one.budget_ms) for one in served})
+    said = "; ".join(f"a prompt of {prompt} tokens, {new} new ones, {budget:g} ms a token" for prompt, new, budget in requests)
     legend = (
         f"One request at a time through generate(), greedy: {said}. Run and dense take turns; the dense row is the dense record's own.",
         "saved: mean time per token, in percent of dense inference, round by round. A batch: the time of several prompts with the tokens after "
@@ -230,8 +217,6 @@ def table_deployment(outcomes: Sequence[Outcome], name: str) -> Table:
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------------------
-
-
 def _memory(record: Record) -> Estimate:
     added = -_stored(record)["peak_tensor_saved_pct"]
     return Estimate(added, added, added)
@@ -240,18 +225,17 @@ def _memory(record: Record) -> Estimate:
 def _stored(record: Record) -> dict[str, Any]:
     found = record.measured("memory", MemoryResult)
     layers = found.kv_bytes_by_layer
-    dense = sum(layers.dense)
+    resident, dense = sum(layers.resident), sum(layers.dense)
     tensors, dense_tensors = found.peak_tensor_bytes, found.dense_peak_tensor_bytes
     if tensors is None or dense_tensors is None:  # on a GPU
         tensors, dense_tensors = found.peak_memory_bytes, found.dense_peak_memory_bytes
     row = {
-        **{"kv_billed_bytes": sum(layers.billed), "kv_resident_bytes": sum(layers.resident), "kv_dense_bytes": dense},
+        **{"kv_billed_bytes": sum(layers.billed), "kv_resident_bytes": resident, "kv_dense_bytes": dense},
         **{"peak_tensor_bytes": tensors, "dense_peak_tensor_bytes": dense_tensors},
         **{"peak_memory_bytes": found.peak_memory_bytes, "peak_memory_method": found.peak_memory_method},
     }
     if record.dense_fingerprint is not None and dense:
-        row["kv_saved_pct"] = 100 * (1 - sum(layers.resident) / dense)
-        row["paper_saved_pct"] = 100 * sum(layers.paper_saved) / dense
+        row |= {"kv_saved_pct": 100 * (1 - resident / dense), "paper_saved_pct": 100 * sum(layers.paper_saved) / dense}
         row["kv_last_layer_saved_pct"] = 100 * (1 - layers.resident[-1] / layers.dense[-1])
         row["peak_tensor_saved_pct"] = 100 * (1 - tensors / dense_tensors)
     return row

@@ -63,7 +63,6 @@ _LAYER = Column("", "after layer", "{layer}", align="left")
 
 
 # --- bounds -----------------------------------------------------------------------------------------------------------------------
-
 # inequality -> what is printed, its claims
 SAID = {
     "halting": ("error at the last layer ≤ Σ L_j · last drift (B.4, H, P)", ("b4.bound", "h.bound")),
@@ -98,11 +97,7 @@ BOUNDS_ANSWERS = {
 
 @artefact(lambda: _rows("bounds", 8), answers=BOUNDS_ANSWERS)
 def table_bounds(outcomes: Sequence[Outcome], name: str) -> Table:
-    """Table bounds: the paper's bounds on what halting and fusion do to a state, tested as inequalities on real states (B.4, D.4, H, N).
-
-    The paper bounds errors by Lipschitz constants that it does not give. With constants that are measured the table says how often each bound
-    holds and how many times larger than the error it is; with all constants 1 it says what the drift alone would promise.
-    """
+    """Table bounds: the paper's bounds on what halting and fusion do to a state, tested as inequalities on real states (B.4, D.4, H, N)."""
     columns = (
         _LAYER,
         Column("", "constants", lambda row: (NAMES[row["constants"]],), align="left"),
@@ -112,7 +107,12 @@ def table_bounds(outcomes: Sequence[Outcome], name: str) -> Table:
         Column("", "cases", "{cases:,}", expendable=2),
     )
     title = "The paper's bounds, tested on dense states"
-    return _table(name, title, outcomes, _bounds, columns, _gains, BOUNDS_LEGEND)
+
+    def gains(record: Record) -> list[str]:
+        found = record.measured("bounds", BoundsResult).gains
+        return [f"L_j of the layers, from the first: {', '.join(f'{gain:.1f}' for gain in found)}."]
+
+    return _table(name, title, outcomes, _bounds, columns, gains, BOUNDS_LEGEND)
 
 
 def _bounds(record: Record, panel: str) -> Iterator[dict[str, Any]]:
@@ -126,11 +126,6 @@ def _bounds(record: Record, panel: str) -> Iterator[dict[str, Any]]:
         }
 
 
-def _gains(record: Record) -> list[str]:
-    gains = record.measured("bounds", BoundsResult).gains
-    return [f"L_j of the layers, from the first: {', '.join(f'{gain:.1f}' for gain in gains)}."]
-
-
 def _times(row: Mapping[str, Any]) -> Lines:
     """How many times larger than the error the bound is: median, 5% and 95%."""
     found = numbers(row, "bound_ratio")
@@ -138,7 +133,6 @@ def _times(row: Mapping[str, Any]) -> Lines:
 
 
 # --- lenses -----------------------------------------------------------------------------------------------------------------------
-
 LENSES_LEGEND = (
     "loss: of the next token, nats, when the state after that layer is read as if it were the last. Below the panel stands the loss of a "
     "uniform guess; a lens above it is worse than guessing.",
@@ -177,13 +171,10 @@ def _noise_per_bit(record: Record) -> Estimate | None:
     return Estimate(ratios[1], *ratios)
 
 
+_STEP = ("from 2 to 4 and from 4 to 8 bits; the ends are the two", "the step of a uniform code halves with each bit")
 LENSES_ANSWERS = {
     "e9.correlation.pearson_r": _of_both(_correlated, "logit-lens entropy after half of the layers, widths by entropy"),
-    "e3.noise.noise_ratio_per_bit": _of_both(
-        _noise_per_bit,
-        "from 2 to 4 and from 4 to 8 bits; the ends are the two",
-        "the step of a uniform code halves with each bit",
-    ),
+    "e3.noise.noise_ratio_per_bit": _of_both(_noise_per_bit, *_STEP),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,6 @@ TEXT = sentences.SENTENCE
 _RUNS = sentences.runs("halting")
 
 # --- Figure 9: drift by layer -----------------------------------------------------------------------------------------------------
-
 KINDS = {
     "forced": ("Forced to halt", PALETTE[1]),
     "natural": ("Halt by themselves", PALETTE[2]),
@@ -43,11 +42,7 @@ KINDS = {
 
 @artefact(sentences.runs("overridden"), sentences.READ)
 def figure09_halting_curves(outcomes: Sequence[Outcome], name: str) -> Figure:
-    """Figure 9: drift by layer of tokens that are forced to halt, halt by themselves, or go through all layers.
-
-    The paper's own threshold (L2 = 1.0) means nothing for another model: here each layer has its calibrated one. Curves end where the token
-    halts, and go on faintly as the dense model's.
-    """
+    """Figure 9: drift by layer of tokens that are forced to halt, halt by themselves, or go through all layers."""
     record = sentences.measured(outcomes, "overridden")
     frame, (low, high) = curves(record), sentences.window(record)
     tau, n_layers = record.thresholds["halting"]["tau_drift"], record.model.layers
@@ -127,7 +122,6 @@ def _behind(frame: pd.DataFrame, window: tuple[int, int]) -> str:
 
 
 # --- Figure 20: the timeline ------------------------------------------------------------------------------------------------------
-
 MILLISECONDS = 500
 NORM = LogNorm(0.7, 2, clip=True)
 _HALTED: dict[str, Any] = {"facecolor": "#f4f4f4", "edgecolor": "#b0b0b0", "hatch": "////"}
@@ -138,10 +132,7 @@ _WINDOW: dict[str, Any] = {"color": "black", "linewidth": 0.9, "linestyle": (0, 
 
 @artefact(_RUNS, sentences.READ)
 def figure20_halting_timeline(outcomes: Sequence[Outcome], name: str) -> Figure:
-    """Figure 20: halting timeline of a sentence, coloured by how far each token is from halting, with cut-offs.
-
-    The extra GIF shows the same layer by layer (Q.1).
-    """
+    """Figure 20: halting timeline of a sentence, coloured by how far each token is from halting, with cut-offs."""
     record = sentences.measured(outcomes, "halting")
     frame = scores(record.signals(TEXT), record.thresholds["halting"])
     with style():
@@ -237,7 +228,6 @@ def _animate(drawing: Drawing, axes: Axes, of_layers: Sequence[Artist]) -> bytes
 
 
 # --- Figure 21: what goes wrong ---------------------------------------------------------------------------------------------------
-
 # column -> title, unit
 _HEATMAPS = {
     "sdi_l2": ("Semantic Drift Index (SDI) ‖h_dense − h_run‖₂: how far halting moved the state", "state units"),
@@ -254,11 +244,10 @@ def _drift_and_attribution(signals: pd.DataFrame) -> tuple[pd.Series, pd.Series]
     return signals[signals["layer"] == last].set_index("slot")["sdi_l2"], attribution
 
 
-def overlap(record: Record) -> Estimate | None:
-    """Rank correlation of drift with attribution over the tokens of the windows."""
-    both = [_drift_and_attribution(record.signals(text)) for text in range(sentences.WINDOW, len(record.texts))]
-    ranks = [pd.concat([one[side].loc[1:].rank(pct=True) for one in both]) for side in (0, 1)]
-    return Estimate.of(bootstrap(_correlation, *ranks))
+def _ranked(record: Record, of_text: Callable[[pd.DataFrame], Sequence[pd.Series]]) -> Estimate | None:
+    """Correlation of the ranks, text by text, of two things over the tokens of the windows."""
+    both = [of_text(record.signals(text)) for text in range(sentences.WINDOW, len(record.texts))]
+    return Estimate.of(bootstrap(_correlation, *(pd.concat([one[side].rank(pct=True) for one in both]) for side in (0, 1))))
 
 
 def _correlation(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -266,16 +255,24 @@ def _correlation(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.f
     return (x * y).sum(-1) / np.sqrt((x**2).sum(-1) * (y**2).sum(-1))
 
 
+def overlap(record: Record) -> Estimate | None:
+    """Rank correlation of drift with attribution over the tokens of the windows."""
+    return _ranked(record, lambda signals: [one.loc[1:] for one in _drift_and_attribution(signals)])
+
+
 def entropy_and_drift(record: Record) -> Estimate | None:
     """Rank correlation of entropy with drift after half of the layers, over the tokens of the windows; both of the dense model."""
-    signals = [record.signals(text) for text in range(sentences.WINDOW, len(record.texts))]
-    half = [one[(one["layer"] == record.model.layers // 2) & (one["slot"] > 0)] for one in signals]
-    ranks = [pd.concat([one[name].rank(pct=True) for one in half]) for name in ("dense_entropy_nats", "dense_drift_l2")]
-    return Estimate.of(bootstrap(_correlation, *ranks))
+
+    def at_half(signals: pd.DataFrame) -> list[pd.Series]:
+        half = signals[(signals["layer"] == record.model.layers // 2) & (signals["slot"] > 0)]
+        return [half["dense_entropy_nats"], half["dense_drift_l2"]]
+
+    return _ranked(record, at_half)
 
 
-_ARRAYS_21 = ("run.sdi_l2", *(f"dense.{name}" for name in ("gradient_x_state", "entropy_nats", "drift_l2")))
-_READ_21 = sentences.read_of_windows("run.nll_nats", "dense.nll_nats", *_ARRAYS_21)
+_READ_21 = sentences.read_of_windows(
+    *("run.nll_nats", "dense.nll_nats", "run.sdi_l2", "dense.gradient_x_state", "dense.entropy_nats", "dense.drift_l2")
+)
 _NOTES_21 = (
     "drift after the last layer, gradient × state; halting at p60; of the tokens of two windows; the interval is over tokens",
     "after half of the layers, where widths are decided; dense model, p60; the interval is over tokens of two windows; other layers differ, "
@@ -310,18 +307,33 @@ def figure21_failure_heatmaps(outcomes: Sequence[Outcome], name: str) -> Figure:
         draw.labels_below(bars, sentences.labels(change["token"]))
         bars.set_xlim(-0.5, len(change) - 0.5)
         bars.grid(visible=False, axis="x")
-    correlation, said = _findings(frame)
-    caption = sentences.caption(outcomes, TEXT, *said, _harm(record))
+    drift, attribution = _drift_and_attribution(frame)
+    at_end = frame[frame["layer"] == frame["layer"].max()].set_index("slot")
+    changes = at_end["loss_change_nats"]
+    both = spearmanr(drift.loc[1:], attribution.loc[1:])
+    # The prediction of token t+1 is made from the state of token t.
+    harm = spearmanr(drift.iloc[:-1], changes.iloc[1:].abs())
+    caption = sentences.caption(
+        outcomes,
+        TEXT,
+        "The same sentence runs twice, dense and with halting. Black bar: the token halts after this layer. No colour: both runs are still equal. "
+        f"Rank correlation over tokens of drift after the last layer with mean attribution: {both.statistic:+.2f} (p = {both.pvalue:.2g}; the paper "
+        f"says that they overlap substantially), with the size of the next token's change of loss: {harm.statistic:+.2f} (p = {harm.pvalue:.2g}).",
+        "L: loss of the sentence in the dense model, nats. Row 0 is the embedding, where |∂L/∂x · x| is the paper's saliency. Colours are "
+        "logarithmic, except in the third panel. After the last layer gradient times state is 0, because the final norm undoes any scaling.",
+        f"The sentence's loss changes by {changes.sum():+.1f} nats; to first order the drift after the last layer should change it by "
+        f"{at_end['attributed_nats'].sum():+.1f}.",
+        _harm(record),
+    )
     finding = (
-        f"Rank correlation of drift with error attribution: {correlation:+.2f}; the paper says that they overlap substantially"
+        f"Rank correlation of drift with error attribution: {both.statistic:+.2f}; the paper says that they overlap substantially"
     )
     return Figure(name, "Figure 21: semantic drift and error attribution", frame, drawing, caption, finding=finding)
 
 
 def _heat(drawing: Drawing, axes: Axes, frame: pd.DataFrame, column: str) -> None:
-    title, unit = _HEATMAPS[column]
-    signed = column == "attributed_nats"
-    table = sentences.layers(frame, column)
+    (title, unit), signed = _HEATMAPS[column], column == "attributed_nats"
+    table, halted = sentences.layers(frame, column), ~sentences.layers(frame, "active").astype(bool)
     values = table.to_numpy(dtype=float)
     values = np.where(values == 0, np.nan, values)
     size = float(np.nanmax(np.abs(values), initial=0)) or 1.0
@@ -331,11 +343,9 @@ def _heat(drawing: Drawing, axes: Axes, frame: pd.DataFrame, column: str) -> Non
     look: dict[str, Any] = {"norm": Normalize(-size, size), "cmap": DIVERGING} if signed else {"norm": LogNorm(least, size)}
     extent = (-0.5, table.shape[1] - 0.5, -0.5, table.index[-1] + 0.5)
     image = axes.imshow(values, origin="lower", aspect="auto", extent=extent, **{"cmap": SEQUENTIAL, **look})
-    halted = ~sentences.layers(frame, "active").astype(bool)
+    bar_look: dict[str, Any] = {"facecolor": "black", "edgecolor": "white", "linewidth": 0.5}
     for slot in halted.columns[halted.any()]:
-        axes.add_patch(
-            Rectangle((slot - 0.5, halted[slot].idxmax() - 0.65), 1, 0.3, facecolor="black", edgecolor="white", linewidth=0.5)
-        )
+        axes.add_patch(Rectangle((slot - 0.5, halted[slot].idxmax() - 0.65), 1, 0.3, **bar_look))
     axes.set(ylabel="layer", title=title)
     axes.set_yticks(range(0, table.index[-1] + 1, 4))
     there = np.flatnonzero(np.isfinite(values).any(axis=1))
@@ -344,25 +354,6 @@ def _heat(drawing: Drawing, axes: Axes, frame: pd.DataFrame, column: str) -> Non
     bar = drawing.colorbar(image, ax=axes, pad=0.01, extend="neither" if signed else "min")
     bar.ax.minorticks_off()
     bar.set_label(unit)
-
-
-def _findings(frame: pd.DataFrame) -> tuple[float, tuple[str, ...]]:
-    """Rank correlation of drift with attribution, and what is said of both."""
-    drift, attribution = _drift_and_attribution(frame)
-    at_end = frame[frame["layer"] == frame["layer"].max()].set_index("slot")
-    change = at_end["loss_change_nats"]
-    both = spearmanr(drift.loc[1:], attribution.loc[1:])
-    # The prediction of token t+1 is made from the state of token t.
-    harm = spearmanr(drift.iloc[:-1], change.iloc[1:].abs())
-    return both.statistic, (
-        "The same sentence runs twice, dense and with halting. Black bar: the token halts after this layer. No colour: both runs are still equal. "
-        f"Rank correlation over tokens of drift after the last layer with mean attribution: {both.statistic:+.2f} (p = {both.pvalue:.2g}; the paper "
-        f"says that they overlap substantially), with the size of the next token's change of loss: {harm.statistic:+.2f} (p = {harm.pvalue:.2g}).",
-        "L: loss of the sentence in the dense model, nats. Row 0 is the embedding, where |∂L/∂x · x| is the paper's saliency. Colours are "
-        "logarithmic, except in the third panel. After the last layer gradient times state is 0, because the final norm undoes any scaling.",
-        f"The sentence's loss changes by {change.sum():+.1f} nats; to first order the drift after the last layer should change it by "
-        f"{at_end['attributed_nats'].sum():+.1f}.",
-    )
 
 
 def _harm(record: Record) -> str:
@@ -382,7 +373,6 @@ def _harm(record: Record) -> str:
 
 
 # --- Figure 22: function and content words ----------------------------------------------------------------------------------------
-
 LOOK = {kind: (PALETTE[i], HATCHES[j], DASHES[j]) for kind, i, j in (("function", 1, 1), ("content", 2, 0), ("other", 4, 2))}
 
 
@@ -395,18 +385,38 @@ def depths(record: Record, text: int) -> pd.DataFrame:
 
 @artefact(_RUNS, sentences.read_of_windows())
 def figure22_function_words(outcomes: Sequence[Outcome], name: str) -> Figure:
-    """Figure 22: halting depth by token, function words against content words.
-
-    Left the paper's sentence; right what the run says of a few hundred tokens, because one sentence is no evidence.
-    """
+    """Figure 22: halting depth by token, function words against content words."""
     record = sentences.measured(outcomes, "halting")
     texts = (sentences.FOX, *range(sentences.WINDOW, len(record.texts)))
     frame = pd.concat([depths(record, text) for text in texts], ignore_index=True)
     sentence, windows = frame[frame["text"] == sentences.FOX], frame[frame["text"] >= sentences.WINDOW]
     with style():
         drawing, axes = panels(1, 2, size=(9, 3.4), width_ratios=[1.15, 1])
-        _depth_bars(axes[0, 0], sentence, record.model.layers)
-        _survival(axes[0, 1], windows, record.model.layers)
+        (left, right), n_layers = axes[0], record.model.layers
+        for kind, members in sentence.groupby("class"):
+            colour, hatch, _ = LOOK[str(kind)]
+            look: dict[str, Any] = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.4}
+            left.bar(members["slot"], members["halts_after_layer"], **look)
+        draw.labels_below(left, sentences.labels(sentence["token"]), sentence["slot"])
+        draw.horizontal(left, n_layers, linestyle="--")
+        left.text(len(sentence) - 0.5, n_layers + 0.15, "never halted", ha="right", va="bottom")
+        left.set(
+            xlabel="token", ylabel="layers gone through before halting", title="The paper's sentence", ylim=(0, 1.25 * n_layers)
+        )
+        left.set_yticks(range(0, n_layers + 1, 4))
+        left.grid(visible=False, axis="x")
+        looks = {kind: {"facecolor": LOOK[kind][0], "hatch": LOOK[kind][1]} for kind in FUNCTION_OR_CONTENT}
+        handles = draw.keys_of(looks, sentence["class"], {}, edgecolor="white")
+        left.legend(handles=handles, title="part of a … word", loc="upper left", ncols=3)
+        for kind in FUNCTION_OR_CONTENT:
+            halts, depth = windows.loc[windows["class"] == kind, "halts_after_layer"].to_numpy(), np.arange(1, n_layers + 1)
+            if len(halts):
+                look = {"color": LOOK[kind][0], "linestyle": LOOK[kind][2], "drawstyle": "steps-mid"}
+                active = [100 * np.mean(halts >= layer) for layer in depth]
+                right.plot(depth, active, label=f"{kind} ({len(halts)})", **look)
+        title = f"{windows['text'].nunique()} windows of the run's text"
+        right.set(xlabel="layer", ylabel="tokens not yet halted (%)", ylim=(0, 105), title=title)
+        right.legend(title="part of a … word (tokens)", loc="upper right")
     halted = windows.assign(halted=windows["halts_after_layer"] < record.model.layers).groupby("class")["halted"].mean() * 100
     said = ", ".join(f"{kind} {halted[kind]:.0f}%" for kind in FUNCTION_OR_CONTENT if kind in halted)
     caption = sentences.caption(
@@ -419,34 +429,3 @@ def figure22_function_words(outcomes: Sequence[Outcome], name: str) -> Figure:
     )
     finding = f"Tokens that halt somewhere, by the word that they belong to: {said}"
     return Figure(name, "Figure 22: function words against content words", frame, drawing, caption, finding=finding)
-
-
-def _depth_bars(axes: Axes, sentence: pd.DataFrame, n_layers: int) -> None:
-    for kind, members in sentence.groupby("class"):
-        colour, hatch, _ = LOOK[str(kind)]
-        look: dict[str, Any] = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.4}
-        axes.bar(members["slot"], members["halts_after_layer"], **look)
-    draw.labels_below(axes, sentences.labels(sentence["token"]), sentence["slot"])
-    draw.horizontal(axes, n_layers, linestyle="--")
-    axes.text(len(sentence) - 0.5, n_layers + 0.15, "never halted", ha="right", va="bottom")
-    words = {"xlabel": "token", "ylabel": "layers gone through before halting", "title": "The paper's sentence"}
-    axes.set(ylim=(0, 1.25 * n_layers), **words)
-    axes.set_yticks(range(0, n_layers + 1, 4))
-    axes.grid(visible=False, axis="x")
-    looks = {kind: {"facecolor": LOOK[kind][0], "hatch": LOOK[kind][1]} for kind in FUNCTION_OR_CONTENT}
-    axes.legend(
-        handles=draw.keys_of(looks, sentence["class"], {}, edgecolor="white"), title="part of a … word", loc="upper left", ncols=3
-    )
-
-
-def _survival(axes: Axes, windows: pd.DataFrame, n_layers: int) -> None:
-    depth = np.arange(1, n_layers + 1)
-    for kind in FUNCTION_OR_CONTENT:
-        halts = windows.loc[windows["class"] == kind, "halts_after_layer"].to_numpy()
-        if len(halts):
-            active = [100 * np.mean(halts >= layer) for layer in depth]
-            look: dict[str, Any] = {"color": LOOK[kind][0], "linestyle": LOOK[kind][2], "drawstyle": "steps-mid"}
-            axes.plot(depth, active, label=f"{kind} ({len(halts)})", **look)
-    title = f"{windows['text'].nunique()} windows of the run's text"
-    axes.set(xlabel="layer", ylabel="tokens not yet halted (%)", ylim=(0, 105), title=title)
-    axes.legend(title="part of a … word (tokens)", loc="upper right")

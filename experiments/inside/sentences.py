@@ -112,16 +112,13 @@ def layer_after(fraction: float, n_layers: int) -> int:
 def caption(outcomes: Sequence[Outcome], text: int | None, *sentences: str) -> tuple[str, ...]:
     """What was shown, by which thresholds and at what cost; then model, data, protocol, execution, records."""
     record = next(outcome.record for outcome in outcomes if outcome.record is not None)
-    shown = () if text is None else (_shown(record, text),)
+    shown: tuple[str, ...] = ()
+    if text is not None:
+        found = record.texts[text]
+        said = f"{_PLACES[text]}, “{''.join(found.tokens).strip()}”" if text < WINDOW else f"{found.name} of the run's text"
+        more = "of this model, given as a prompt of its own" if text < WINDOW else "from its beginning"
+        shown = (f"Shown: {said}, {len(found.tokens)} tokens {more}.",)
     return (*sentences, *shown, *_thresholds(record), *map(_cost, outcomes), *notes(outcomes))
-
-
-def _shown(record: Record, text: int) -> str:
-    tokens = record.texts[text].tokens
-    if text >= WINDOW:
-        return f"Shown: {record.texts[text].name} of the run's text, {len(tokens)} tokens from its beginning."
-    said = "".join(tokens).strip()
-    return f"Shown: {_PLACES[text]}, “{said}”, {len(tokens)} tokens of this model, given as a prompt of its own."
 
 
 def _thresholds(record: Record) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,14 +36,16 @@ def by_layer(record: Record) -> pd.DataFrame:
     Raises:
         ConfigError: the record has no trace.
     """
-    frames = []
-    for window, part, one in _passes(record):
-        for layer in range(one.n_layers):
-            active, carried, bits = one.active(layer), one.valid & (one.fused_layer < layer), one.bits(layer)
-            counts = {"tokens": one.valid, "active": active, "halted": one.valid & ~active & ~carried, "carried": carried}
-            counts |= {"kv": one.kv_present(layer), **{f"bits_{width}": active & (bits == width) for width in WIDTHS}}
-            frames.append(_summed(counts, window, part=part, layer=layer + 1))
-    return _joined(frames, "window", "part", "layer")
+
+    def counted() -> Iterator[Any]:
+        for window, part, one in _passes(record):
+            for layer in range(one.n_layers):
+                active, carried, bits = one.active(layer), one.valid & (one.fused_layer < layer), one.bits(layer)
+                counts = {"tokens": one.valid, "active": active, "halted": one.valid & ~active & ~carried, "carried": carried}
+                counts |= {"kv": one.kv_present(layer), **{f"bits_{width}": active & (bits == width) for width in WIDTHS}}
+                yield counts, window, {"part": part, "layer": layer + 1}
+
+    return _summed(counted(), "window", "part", "layer")
 
 
 def of_prompts(record: Record, *columns: str) -> pd.DataFrame:
@@ -53,34 +55,31 @@ def of_prompts(record: Record, *columns: str) -> pd.DataFrame:
 
 
 def by_branch(record: Record) -> pd.DataFrame:
-    """Tokens of each window and part by what was decided first: `tokens`, `halted`, `merged`, `full`; `halted_layers`, the layers that the
-    halted ones went through before, and `merged_layers`, summed over tokens.
+    """Tokens of each window and part by what was decided first: `tokens`, `halted`, `merged`, `full`; and `halted_layers` and `merged_layers`, the
+    layers that they went through before, summed over tokens. Raises as `by_layer`."""
 
-    Raises:
-        ConfigError: the record has no trace.
-    """
-    frames = []
-    for window, part, one in _passes(record):
-        last = one.n_layers - 1
-        merged = one.valid & (one.fused_layer < last)
-        halted = one.valid & (one.halt_layer < last) & ~merged
-        counts = {"tokens": one.valid, "halted": halted, "merged": merged, "full": one.valid & ~halted & ~merged}
-        counts |= {"halted_layers": halted * (one.halt_layer.long() + 1), "merged_layers": merged * (one.fused_layer.long() + 1)}
-        frames.append(_summed(counts, window, part=part))
-    return _joined(frames, "window", "part")
+    def counted() -> Iterator[Any]:
+        for window, part, one in _passes(record):
+            last = one.n_layers - 1
+            merged = one.valid & (one.fused_layer < last)
+            halted = one.valid & (one.halt_layer < last) & ~merged
+            counts = {"tokens": one.valid, "halted": halted, "merged": merged, "full": one.valid & ~halted & ~merged}
+            counts |= {
+                "halted_layers": halted * (one.halt_layer.long() + 1),
+                "merged_layers": merged * (one.fused_layer.long() + 1),
+            }
+            yield counts, window, {"part": part}
 
-
-def _summed(counts: dict[str, Any], window: int, **keys: Any) -> dict[str, np.ndarray]:
-    """Columns of sums over the tokens of each window, from masks or numbers (windows, tokens)."""
-    found = {name: values.sum(1).numpy() for name, values in counts.items()}
-    size = len(next(iter(found.values())))
-    return found | {"window": np.arange(window, window + size)} | {name: np.full(size, key) for name, key in keys.items()}
+    return _summed(counted(), "window", "part")
 
 
-def _joined(columns: Sequence[dict[str, np.ndarray]], *keys: str) -> pd.DataFrame:
-    """One frame of them, rows with the same `keys` summed."""
-    whole = pd.DataFrame({name: np.concatenate([one[name] for one in columns]) for name in columns[0]})
-    return whole.groupby([*keys], sort=False, as_index=False).sum()
+def _summed(frames: Iterator[tuple[dict[str, Any], int, dict[str, Any]]], *keys: str) -> pd.DataFrame:
+    """Sums over the tokens of each window of masks or numbers (windows, tokens), from a window on; rows with the same `keys` summed."""
+    found = []
+    for counts, window, more in frames:
+        sums = {name: values.sum(1).numpy() for name, values in counts.items()}
+        found.append(pd.DataFrame(sums).assign(window=lambda frame, first=window: first + frame.index, **more))
+    return pd.concat(found, ignore_index=True).groupby([*keys], sort=False, as_index=False).sum()
 
 
 def _passes(record: Record) -> Iterator[tuple[int, str, PassTrace]]:
@@ -134,12 +133,11 @@ def first_resumed_layer(record: Record) -> int:
     return min(firsts) + 1
 
 
-def _rows_of_table_11(*keys: str) -> list[Row]:
-    return [row for row in find("table", "11").experiment.rows() if row.panel == PANEL and row.key in keys]
+def _of_table_11(*keys: str) -> Callable[[], list[Row]]:
+    return lambda: [row for row in find("table", "11").experiment.rows() if row.panel == PANEL and row.key in keys]
 
 
 # --- Figure 4: the decision tree --------------------------------------------------------------------------------------------------
-
 BRANCHES = {"halted": "halted", "merged": "merged", "full": "computed in full"}
 LOOK = {"halted": (PALETTE[6], HATCHES[1]), "merged": (PALETTE[5], HATCHES[2]), "full": (PALETTE[0], "")}
 DEEP = 20 / 30  # "at depth ℓ > 20" (K), in models of 30 layers
@@ -153,18 +151,23 @@ def fused_share(record: Record) -> Estimate:
     return share_pct(sums["carried"], sums["tokens"])
 
 
-@artefact(lambda: _rows_of_table_11(ALL_FOUR), (TRACE,))
+@artefact(_of_table_11(ALL_FOUR), (TRACE,))
 def figure04_decision_tree(outcomes: Sequence[Outcome], name: str) -> Figure:
-    """Figure 4: the decision tree of halting and merging, with the measured share of tokens that goes down each branch.
-
-    The record is that of Table 11's last row, all four mechanisms together.
-    """
+    """Figure 4: the decision tree of halting and merging, with the measured share of tokens that goes down each branch."""
     record = sentences.measured(outcomes, ALL_FOUR)
     frame, prompts = branches(record), of_prompts(record, "tokens", "active", "halted", "carried")
     with style():
         drawing, axes = panels(1, 2, size=(9, 4.1), width_ratios=[1.55, 1])
         _tree(axes[0, 0], frame)
-        _layers(axes[0, 1], prompts)
+        right, below = axes[0, 1], pd.Series(0.0, index=prompts.index)  # stacked shares of what prompt tokens do in each layer
+        for kind, column in {"full": "active", "merged": "carried", "halted": "halted"}.items():
+            height, (colour, hatch) = 100 * prompts[column] / prompts["tokens"], LOOK[kind]
+            look: dict[str, Any] = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.4}
+            right.bar(prompts["layer"], height, 1.0, bottom=below, label="computed" if kind == "full" else kind, **look)
+            below = below + height
+        right.set(xlabel="layer", ylabel="tokens of the prompts (%)", xlim=(0.5, prompts["layer"].max() + 0.5), ylim=(0, 100))
+        right.grid(visible=False)
+        draw.legend_above(right, ncols=1, reverse=True)
     alpha, quality, until = decay_of_prompts(record)
     again = f" From layer {until + 1} on halted tokens take part again (resume_layers)." if until < record.model.layers else ""
     after = frame[(frame["part"] == "continuation") & (frame["branch"] == "halted")].iloc[0]
@@ -203,8 +206,8 @@ def _tree(axes: Axes, frame: pd.DataFrame) -> None:
     asked_second = 100 - share["halted"]
     axes.set(xlim=(-0.4, 10.65), ylim=(0.3, 5.7))
     axes.axis("off")
-    _arrow(axes, (1.5, 4.9), (1.95, 4.9), 100, "")
-    _arrow(axes, (4.25, 4.9), (6.1, 4.9), asked_second, "")
+    _arrow(axes, (1.5, 4.9), (1.95, 4.9), 100)
+    _arrow(axes, (4.25, 4.9), (6.1, 4.9), asked_second)
     axes.text(5.15, 5.3, f"no\n{asked_second:.1f}%", ha="center", va="bottom", linespacing=1.2)
     _arrow(axes, (3.1, 4.2), (2.6, 2.25), share["halted"], "yes")
     _arrow(axes, (7.1, 4.2), (6.1, 2.25), share["merged"], "yes")
@@ -234,31 +237,15 @@ def _box(
     axes.text(centre[0], centre[1] + band / 2, text, ha="center", va="center", zorder=4, **words)
 
 
-def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], share: float, label: str) -> None:
+def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], share: float, label: str = "") -> None:
     arrow = {"arrowstyle": "-|>", "linewidth": 0.8 + share / 14, "color": "#8a8a8a", "shrinkA": 0, "shrinkB": 0}
     axes.annotate("", xy=end, xytext=start, arrowprops={**arrow, "mutation_scale": 10 + share / 8}, zorder=2)
-    middle = ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2)
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
     if label:
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-        axes.text(*middle, label, ha="center", va="center", zorder=4, bbox=box)
-
-
-def _layers(axes: Axes, counts: pd.DataFrame) -> None:
-    """Stacked shares of what prompt tokens do in each layer."""
-    below = pd.Series(0.0, index=counts.index)
-    labels = {"active": "computed", "carried": "merged", "halted": "halted"}
-    for name, (column, label) in zip(("full", "merged", "halted"), labels.items(), strict=True):
-        height = 100 * counts[column] / counts["tokens"]
-        look: dict[str, Any] = dict(zip(("color", "hatch"), LOOK[name], strict=True))
-        axes.bar(counts["layer"], height, 1.0, bottom=below, edgecolor="white", linewidth=0.4, label=label, **look)
-        below = below + height
-    axes.set(xlabel="layer", ylabel="tokens of the prompts (%)", xlim=(0.5, counts["layer"].max() + 0.5), ylim=(0, 100))
-    axes.grid(visible=False)
-    draw.legend_above(axes, ncols=1, reverse=True)
+        axes.text((start[0] + end[0]) / 2, (start[1] + end[1]) / 2, label, ha="center", va="center", zorder=4, bbox=box)
 
 
 # --- how active tokens decay ------------------------------------------------------------------------------------------------------
-
 DECAYING = {
     HALTING: "halting alone",
     "isolated.fusion": "fusion alone",
@@ -277,14 +264,18 @@ _ANSWER = tuple(
 )
 
 
-@artefact(lambda: _rows_of_table_11(*DECAYING), (TRACE,), {"k.decay.decay_per_layer": _ANSWER})
+@artefact(_of_table_11(*DECAYING), (TRACE,), {"k.decay.decay_per_layer": _ANSWER})
 def figure_token_decay(outcomes: Sequence[Outcome], name: str) -> Figure:
-    """Figure token-decay: active tokens by layer, and how well N·exp(−α·ℓ) fits them (App. J and K say α from 0.05 to 0.1).
-
-    The records are those of Table 11, under protocol continuation; prompts only, up to the layers that halted tokens take part in again.
-    """
-    there = [(one.record, one.row.key) for one in outcomes if one.record is not None]
-    frame = pd.concat([_decay(record, key) for record, key in there], ignore_index=True)
+    """Figure token-decay: active tokens by layer, and how well N·exp(−α·ℓ) fits them (App. J and K say α from 0.05 to 0.1)."""
+    frames = []
+    for one in outcomes:
+        if one.record is not None:
+            alpha, quality, until = decay_of_prompts(one.record)
+            sums = of_prompts(one.record, "tokens", "active")
+            mine = pd.DataFrame({"key": one.row.key, "layer": sums["layer"], "active_pct": 100 * sums["active"] / sums["tokens"]})
+            mine["fitted"] = sums["layer"] <= until
+            frames.append(mine.assign(alpha=alpha.value, alpha_low=alpha.low, alpha_high=alpha.high, r_squared=quality))
+    frame = pd.concat(frames, ignore_index=True)
     low, high = reported()["k.decay"].bounds["decay_per_layer"]
     with style():
         drawing, axes = panels(1, 1, size=(7.6, 4.2))
@@ -320,11 +311,3 @@ def figure_token_decay(outcomes: Sequence[Outcome], name: str) -> Figure:
     inside = int((fits["alpha"].between(low, high) & (fits["r_squared"] > 0.9)).sum())
     finding = f"{inside} of {len(fits)} curves fall exponentially (R² above 0.9) at the paper's rate, α {low:g} to {high:g}"
     return Figure(name, "Active tokens by layer, with exponential fits", frame, drawing, caption, finding=finding)
-
-
-def _decay(record: Record, key: str) -> pd.DataFrame:
-    alpha, quality, until = decay_of_prompts(record)
-    sums = of_prompts(record, "tokens", "active")
-    frame = pd.DataFrame({"key": key, "layer": sums["layer"], "active_pct": 100 * sums["active"] / sums["tokens"]})
-    fit = {"alpha": alpha.value, "alpha_low": alpha.low, "alpha_high": alpha.high, "r_squared": quality}
-    return frame.assign(fitted=sums["layer"] <= until, **fit)

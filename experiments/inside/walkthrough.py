@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
@@ -16,15 +17,14 @@ from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, le
 from quicksilver.report.table import NO_VALUE, Column, Lines, Panel, Table, filled
 
 from .. import drawing as draw
-from . import bit_widths, halting, sentences, skipped_and_fused
+from . import halting, held, sentences
 
 TEXT = sentences.SENTENCE
 _RUNS = sentences.runs("all four")
 _GREY = "#dedede"
 
+
 # --- Table 5 ----------------------------------------------------------------------------------------------------------------------
-
-
 @artefact(_RUNS, sentences.READ)
 def table05_walkthrough(outcomes: Sequence[Outcome], name: str) -> Table:
     """Table 5: the paper's sample sentence through all four modules, token by token.
@@ -34,7 +34,12 @@ def table05_walkthrough(outcomes: Sequence[Outcome], name: str) -> Table:
     """
     frame = walk(sentences.measured(outcomes, "all four"))
     panel = Panel("sentence", "In the order of the sentence", COLUMNS, sentences.caption(outcomes, TEXT))
-    return Table(name, "Table 5: one sentence through all four modules", frame, (panel,), _legend(frame))
+    halted, fused = frame["halts_after_layer"].notna().sum(), frame["fused_into"].notna().sum()
+    skipped = ((frame["layers_without_kv"] > 0) & frame["fused_into"].isna()).sum()
+    widths = frame["bits"].value_counts().sort_index(ascending=False)
+    of_widths = ", ".join(f"{count} are held at {width:.0f} bits" for width, count in widths.items())
+    counted = f"Of {len(frame)} tokens {halted} halt, {skipped} have no K/V entry in some layer, {fused} are carried by a neighbour, and {of_widths}."
+    return Table(name, "Table 5: one sentence through all four modules", frame, (panel,), (counted, *LEGEND))
 
 
 def walk(record: Record) -> pd.DataFrame:
@@ -50,12 +55,17 @@ def walk(record: Record) -> pd.DataFrame:
     halts = halts.where((halts < n_layers) & ~(halts >= fused_after))
     again = active.astype(bool) & (active.index.to_numpy()[:, None] > halts.to_numpy())
     decided = sentences.layer_after(record.config["modules"]["adaptive_quantization"]["depth"], n_layers)
-    claims, quantized = _claims(), width < bit_widths.UNTOUCHED_BITS
+    claims: dict[str, list[str]] = {}  # what the paper's Table 5 says, by word in lower case
+    for key, claim in reported().items():
+        if key.startswith("table5.") and (word := re.search(r'"([^"]+)"', claim.quote)) is not None:
+            said = re.sub(r'^(Token )?"[^"]+":? *', "", claim.quote).replace("->", "→")
+            claims.setdefault(word[1].lower(), []).append(said)
+    quantized = width < held.UNTOUCHED_BITS
     frame = pd.DataFrame({"panel": "sentence", "section": "", "slot": tokens.index, "token": tokens, "halts_after_layer": halts})
     return frame.assign(
         resumes_in_layer=again.idxmax().where(again.any()),
-        drift_relative=_at(drift, halts),
-        entropy_nats=_at(entropy, halts),
+        drift_relative=[np.nan if pd.isna(layer) else drift.loc[layer, slot] for slot, layer in halts.items()],
+        entropy_nats=[np.nan if pd.isna(layer) else entropy.loc[layer, slot] for slot, layer in halts.items()],
         layers_without_kv=(~kv.astype(bool)).sum(),
         fused_after_layer=fused_after,
         fused_into=carrier.where(gone.any()),
@@ -67,73 +77,46 @@ def walk(record: Record) -> pd.DataFrame:
     )
 
 
-def _at(signal: pd.DataFrame, layers: pd.Series) -> pd.Series:
-    """The signal of each token in its layer; empty where it has none."""
-    return pd.Series({slot: signal.loc[layer, slot] for slot, layer in layers.dropna().items()}, dtype=float)
-
-
-def _claims() -> dict[str, list[str]]:
-    """What the paper's Table 5 says, by word in lower case."""
-    said: dict[str, list[str]] = {}
-    for key, claim in reported().items():
-        word = re.search(r'"([^"]+)"', claim.quote) if key.startswith("table5.") else None
-        if word is not None:
-            said.setdefault(word[1].lower(), []).append(re.sub(r'^(Token )?"[^"]+":? *', "", claim.quote).replace("->", "→"))
-    return said
-
-
 def _halting(row: Mapping[str, Any]) -> Lines:
     again = "" if pd.isna(row["resumes_in_layer"]) else ", again from {resumes_in_layer:.0f}"
     return filled("after {halts_after_layer:.0f}" + again, row)
 
 
-def _kv(row: Mapping[str, Any]) -> Lines:
-    if not pd.isna(row["fused_into"]):
-        return ("carrier’s",)
-    return (f"none in {row['layers_without_kv']:.0f}" if row["layers_without_kv"] else "all",)
+def _unless_fused(fused: str, plain: Callable[[Mapping[str, Any]], str]) -> Callable[[Mapping[str, Any]], Lines]:
+    """A form where the token goes into another, else what is said of a token by itself."""
+    return lambda row: (plain(row) if pd.isna(row["fused_into"]) else fused.format(**row),)
 
 
-def _fusion(row: Mapping[str, Any]) -> Lines:
-    if not pd.isna(row["fused_into"]):
-        return (f"into {row['fused_into_token']} ({row['fused_into']:.0f}) after {row['fused_after_layer']:.0f}",)
-    return (f"carries {row['parts']:.0f}" if row["parts"] > 1 else NO_VALUE,)
-
-
+_KV = _unless_fused("carrier’s", lambda row: f"none in {row['layers_without_kv']:.0f}" if row["layers_without_kv"] else "all")
+_FUSED = "into {fused_into_token} ({fused_into:.0f}) after {fused_after_layer:.0f}"
+_FUSION = _unless_fused(_FUSED, lambda row: f"carries {row['parts']:.0f}" if row["parts"] > 1 else NO_VALUE)
 COLUMNS = (
     Column("", "#", "{slot:.0f}"),
     Column("", "token", "{token}", align="left"),
     Column("1. halting", "layer", _halting, align="left"),
     Column("1. halting", "drift", "{drift_relative:.3f}", expendable=2),
     Column("1. halting", "entropy", "{entropy_nats:.2f}", expendable=2),
-    Column("2. K/V", "layers", _kv, align="left"),
-    Column("3. fusion", "layer", _fusion, align="left"),
+    Column("2. K/V", "layers", _KV, align="left"),
+    Column("3. fusion", "layer", _FUSION, align="left"),
     Column("4. quantization", "bits", "{bits:.0f}"),
     Column("4. quantization", "entropy", "{deciding_entropy_nats:.2f}", expendable=2),
     Column("", "the paper says", "{paper}", align="left", expendable=1),
 )
 
 
-def _legend(frame: pd.DataFrame) -> tuple[str, ...]:
-    halted, fused = frame["halts_after_layer"].notna().sum(), frame["fused_into"].notna().sum()
-    skipped = ((frame["layers_without_kv"] > 0) & frame["fused_into"].isna()).sum()
-    widths = frame["bits"].value_counts().sort_index(ascending=False)
-    held = ", ".join(f"{count} are held at {width:.0f} bits" for width, count in widths.items())
-    return (
-        f"Of {len(frame)} tokens {halted} halt, {skipped} have no K/V entry in some layer, {fused} are carried by a neighbour, and {held}.",
-        "Layers are counted from 1. 1: the token halts after this layer, with this drift (relative) and this entropy (nats, "
-        "logit lens); it takes part again in the last layers. 2: in how many layers the token has no K/V entry, so that "
-        "no later token sees it; the first four tokens always keep theirs. 3: the token that it is fused into, with its number, and after which layer. 4: the bit-width from half the depth "
-        "on, and the entropy by which it was chosen. -: nothing was done to it.",
-        "Order at one layer: halting, K/V, fusion, precision (2.4). A token that halted or was fused before gets no bit-width.",
-        "What the paper says of a word (in a model of 30 layers) stands beside every token that is that whole word. The paper's "
-        "rule for K/V contradicts its own text: it skips at 15.18 > 0.45, which is the opposite of convergence, and 1.00 is not "
-        "below 0.30.",
-    )
+LEGEND = (
+    "Layers are counted from 1. 1: the token halts after this layer, with this drift (relative) and this entropy (nats, "
+    "logit lens); it takes part again in the last layers. 2: in how many layers the token has no K/V entry, so that "
+    "no later token sees it; the first four tokens always keep theirs. 3: the token that it is fused into, with its number, and after which layer. 4: the bit-width from half the depth "
+    "on, and the entropy by which it was chosen. -: nothing was done to it.",
+    "Order at one layer: halting, K/V, fusion, precision (2.4). A token that halted or was fused before gets no bit-width.",
+    "What the paper says of a word (in a model of 30 layers) stands beside every token that is that whole word. The paper's "
+    "rule for K/V contradicts its own text: it skips at 15.18 > 0.45, which is the opposite of convergence, and 1.00 is not "
+    "below 0.30.",
+)
 
 
 # --- Figures 5 and 17 -------------------------------------------------------------------------------------------------------------
-
-
 class Shown(NamedTuple):
     """A token worth drawing: why, its slot, and the last layer before it halted or was fused (None: it was not)."""
 
@@ -163,10 +146,14 @@ def figure05_17_trajectories(outcomes: Sequence[Outcome], name: str) -> Figure:
             token = frame[frame["slot"] == one.slot]
             _trajectory(left, token, one, i, "pca_0", "pca_1", None)
             _trajectory(right, token, one, i, "layer", "state_norm", f"“{names[one.slot]}” {one.role}")
-        look: dict[str, Any] = {"rotation": 90, "ha": "right", "va": "bottom"}
-        for until, word in _events(shown).items():
+        events: dict[int, dict[str, None]] = {}  # what happens after which layer
+        for one in shown:
+            if one.until is not None:
+                events.setdefault(one.until, {})["halting" if one.role == "halts" else "fusion"] = None
+        look: dict[str, Any] = {"rotation": 90, "ha": "right", "va": "bottom", "transform": right.get_xaxis_transform()}
+        for until, kinds in events.items():
             draw.vertical(right, until, linestyle=":", zorder=0)
-            right.text(until, 0.02, f" {word} ", transform=right.get_xaxis_transform(), **look)
+            right.text(until, 0.02, f" {' and '.join(kinds)} point ", **look)
         first, second = (100 * share for share in text.pca_explained[:2])
         left.set(xlabel=f"first component ({first:.0f}% of the variance)", ylabel=f"second component ({second:.0f}%)")
         left.set_title("States, a dot a layer (state units)")
@@ -179,8 +166,18 @@ def figure05_17_trajectories(outcomes: Sequence[Outcome], name: str) -> Figure:
             away, norm = at["sdi_l2"], at["dense_state_norm"]
             jump = f" Right after the fusion the carrier's state is {away:.0f} away from its dense one, whose norm is {norm:.0f}."
             finding = f"Fusion moves the carrier's state by {away / norm:.0%} of its norm"
-    title, caption = "Figures 5 and 17: trajectories of halting and fusion", _caption(outcomes, signals, jump)
-    return Figure(name, title, frame, drawing, caption, finding=finding)
+    inner = signals[signals["layer"] > 0]
+    sink, others = (inner.loc[places, "dense_state_norm"].median() for places in (inner["slot"] == 0, inner["slot"] > 0))
+    caption = sentences.caption(
+        outcomes,
+        TEXT,
+        "States of a few tokens, layer by layer. Star: the token halts here; cross: it is fused with its neighbour. From there on the faint line in "
+        f"its colour shows the same token in the dense model. Grey: the other tokens, dense.{jump}",
+        "Drawn: the token nearest the middle of the sentence that never halts, the token that halts first, and the first pair that is fused.",
+        "Left: first two principal components of the dense states, over all layers and all tokens but the first, which often lies far off (an "
+        f"attention sink; its median norm is {sink:.0f}, that of the others {others:.0f}).",
+    )
+    return Figure(name, "Figures 5 and 17: trajectories of halting and fusion", frame, drawing, caption, finding=finding)
 
 
 def chosen(signals: pd.DataFrame) -> list[Shown]:
@@ -221,31 +218,7 @@ def _trajectory(axes: Axes, token: pd.DataFrame, one: Shown, i: int, x: str, y: 
         draw.points(axes, at[x], at[y], color=colour, markeredgecolor="black", zorder=4, **mark)
 
 
-def _events(shown: Sequence[Shown]) -> dict[int, str]:
-    """What happens after which layer."""
-    events: dict[int, dict[str, None]] = {}
-    for one in shown:
-        if one.until is not None:
-            events.setdefault(one.until, {})["halting" if one.role == "halts" else "fusion"] = None
-    return {layer: f"{' and '.join(kinds)} point" for layer, kinds in events.items()}
-
-
-def _caption(outcomes: Sequence[Outcome], signals: pd.DataFrame, jump: str) -> tuple[str, ...]:
-    inner = signals[signals["layer"] > 0]
-    first, others = (inner.loc[places, "dense_state_norm"].median() for places in (inner["slot"] == 0, inner["slot"] > 0))
-    return sentences.caption(
-        outcomes,
-        TEXT,
-        "States of a few tokens, layer by layer. Star: the token halts here; cross: it is fused with its neighbour. From there on the faint line in "
-        f"its colour shows the same token in the dense model. Grey: the other tokens, dense.{jump}",
-        "Drawn: the token nearest the middle of the sentence that never halts, the token that halts first, and the first pair that is fused.",
-        "Left: first two principal components of the dense states, over all layers and all tokens but the first, which often lies far off (an "
-        f"attention sink; its median norm is {first:.0f}, that of the others {others:.0f}).",
-    )
-
-
 # --- Figure 2 --------------------------------------------------------------------------------------------------------------------
-
 MECHANISMS = {
     "overridden": "(a) Dynamic token halting",
     "all four": "(b) KV skipping",
@@ -262,10 +235,7 @@ KINDS: dict[str, tuple[str, str, Any, str]] = {
 
 @artefact(sentences.runs(*MECHANISMS), sentences.READ)  # the runs of figures 9, 10, 11 and 13
 def figure02_mechanisms(outcomes: Sequence[Outcome], name: str) -> Figure:
-    """Figure 2: the four mechanisms on one sentence: (a) halting, (b) KV skipping, (c) fusion, (d) bit-widths.
-
-    Each panel is the run that another figure shows larger: 9, 10, 11 and 13. One below the other; the token axes are the same sentence.
-    """
+    """Figure 2: the four mechanisms on one sentence: (a) halting, (b) KV skipping, (c) fusion, (d) bit-widths."""
     records = {key: sentences.measured(outcomes, key) for key in MECHANISMS}
     tokens = sentences.labels(records["fusing"].texts[TEXT].tokens)
     with style():
@@ -279,7 +249,7 @@ def figure02_mechanisms(outcomes: Sequence[Outcome], name: str) -> Figure:
             if key != "overridden":
                 draw.labels_below(axis, tokens)
                 axis.set(xlabel="token", ylabel="layer")
-    entries = "; ".join(f"{name}: {said.partition(': ')[2]}" for name, (said, _) in skipped_and_fused.ENTRIES.items())
+    entries = "; ".join(f"{name}: {said.partition(': ')[2]}" for name, (said, _) in held.ENTRIES.items())
     caption = sentences.caption(
         outcomes,
         TEXT,
@@ -287,18 +257,13 @@ def figure02_mechanisms(outcomes: Sequence[Outcome], name: str) -> Figure:
         f"{entries}. (c) Fusion in steps: a dashed line ends in a neighbour, a thick line carries several tokens. (d) "
         "Bit-widths by entropy. Figures 9, 10, 11 and 13 are larger.",
     )
-    title, data = "Figure 2: the mechanisms on one sentence", pd.concat(frames, ignore_index=True)
-    return Figure(name, title, data, drawing, caption, finding=_finding(data, len(tokens)))
-
-
-def _finding(data: pd.DataFrame, tokens: int) -> str:
-    """How many tokens each panel has that halt, go into a neighbour, and get fewer than 8 bits."""
-    halting, fused, widths = (data[data["panel"] == key] for key in ("overridden", "fusing", "quantization"))
-    halted = halting.loc[halting["kind"] != "full", "slot"].nunique()
-    merged = int((fused["into"] != fused["slot"]).sum())
-    low = widths.loc[widths["bits"] < 8, "slot"].nunique()
-    forced = halting.loc[halting["kind"] == "forced", "slot"].nunique()
-    return f"Each mechanism alone, on one sentence of {tokens} tokens: {halted} halt ({forced} are forced to), {merged} are fused into a neighbour, {low} get fewer than 8 bits"
+    data = pd.concat(frames, ignore_index=True)
+    halted, fused, widths = (data[data["panel"] == key] for key in ("overridden", "fusing", "quantization"))
+    halts, forced = (halted.loc[those, "slot"].nunique() for those in (halted["kind"] != "full", halted["kind"] == "forced"))
+    merged, low = int((fused["into"] != fused["slot"]).sum()), widths.loc[widths["bits"] < 8, "slot"].nunique()
+    alone = f"Each mechanism alone, on one sentence of {len(tokens)} tokens"
+    finding = f"{alone}: {halts} halt ({forced} are forced to), {merged} are fused into a neighbour, {low} get fewer than 8 bits"
+    return Figure(name, "Figure 2: the mechanisms on one sentence", data, drawing, caption, finding=finding)
 
 
 def _curves(axes: Axes, record: Record) -> tuple[pd.DataFrame, list[Any]]:
@@ -321,22 +286,22 @@ def _curves(axes: Axes, record: Record) -> tuple[pd.DataFrame, list[Any]]:
 
 def _entries(axes: Axes, record: Record) -> tuple[pd.DataFrame, list[Any]]:
     signals = record.signals(TEXT)
-    frame = sentences.in_layers(signals).assign(entry=skipped_and_fused.entries(signals))
-    skipped_and_fused.draw_entries(axes, sentences.layers(frame, "entry"))
-    return frame, list(skipped_and_fused.entries_keys(frame["entry"], short=True))
+    frame = sentences.in_layers(signals).assign(entry=held.entries(signals))
+    held.draw_entries(axes, sentences.layers(frame, "entry"))
+    return frame, list(held.entries_keys(frame["entry"], short=True))
 
 
 def _lives(axes: Axes, record: Record) -> tuple[pd.DataFrame, list[Any]]:
     signals = record.signals(TEXT)
-    frame = skipped_and_fused.lives(signals)
-    skipped_and_fused.draw_lives(axes, signals, range(len(frame)), across=False)
-    return frame.rename(columns={"until": "layer"}), list(skipped_and_fused.lives_keys(short=True))
+    frame = held.lives(signals)
+    held.draw_lives(axes, signals, range(len(frame)), across=False)
+    return frame.rename(columns={"until": "layer"}), list(held.lives_keys(short=True))
 
 
 def _widths(axes: Axes, record: Record) -> tuple[pd.DataFrame, list[Any]]:
     signals = record.signals(TEXT)
-    frame = sentences.in_layers(signals, "bits", "entropy_nats").assign(held=bit_widths.held(signals))
+    frame = sentences.in_layers(signals, "bits", "entropy_nats").assign(held=held.held(signals))
     states = sentences.layers(frame, "held")
-    bit_widths.draw_held_upwards(axes, states)
+    held.draw_held(axes, states)
     draw.separate_columns(axes, states.shape[1])
-    return frame, list(bit_widths.held_keys(frame["held"], record.model.dtype))
+    return frame, list(held.held_keys(frame["held"], record.model.dtype))

@@ -1,8 +1,7 @@
 """Halting by part of speech on gold tags, beside what explains it without grammar: Tables 2, 8 and 12, over depth, and the signals behind it.
 
-The paper prints the same numbers three times. Here they are one measurement on one treebank: the paper's rule with thresholds of this model
-and with those it prints, drift alone, and the rule of ours. The second panel asks what is left of a class's rate beyond words of the same
-frequency, position or spelling; the third what a model of position and frequency explains before it is told the class.
+The paper prints the same numbers three times. Here they are one measurement: what is left of a class's rate beyond words of the same frequency,
+position or spelling, and what a model of position and frequency explains before it is told the class.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, artefact
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
-from quicksilver.report.figure import GREY, PALETTE, Figure, legend_below, panels, percent_of_shares, style, whiskers
+from quicksilver.report.figure import GREY, PALETTE, Figure, legend_below, panels, percent_of_shares, style
 from quicksilver.report.table import ENDS, Column, Panel, Table, interval_columns, with_ends
 
 from .. import drawing as draw
-from . import runs
+from . import fusion_and_constituents as runs
 
 # class here -> what is printed, entry of reported_tasks.yaml
 CLASSES: dict[str, tuple[str, str | None]] = {
@@ -60,8 +59,6 @@ def result(record: Record) -> WordClassesResult:
 
 
 # --- claims -----------------------------------------------------------------------------------------------------------------------
-
-
 _EARLY, _LATER = ("determiner", "preposition", "conjunction"), ("pronoun", "auxiliary")
 _FUNCTION = (*_EARLY, *_LATER)
 _OF_THE_PAPER = tuple(one for one, (_, claim) in CLASSES.items() if claim)
@@ -71,21 +68,18 @@ _answered = partial(AnsweredBy, runs.HALTING, runs.MAIN)
 def _answer(*names: str, note: str = "") -> AnsweredBy:
     """The lowest rate of these classes by the paper's tags, in percent, and how far it is from that of any tokens of the paper's classes."""
 
-    def lowest(record: Record) -> str:
-        return min(names, key=lambda name: result(record).of(name, "paper").halted.value)
-
-    def rate(record: Record) -> Estimate:
-        return Estimate.of(result(record).of(lowest(record), "paper").halted, 100)
+    def lowest(record: Record) -> Any:
+        return min((result(record).of(name, "paper") for name in names), key=lambda one: one.halted.value)
 
     def beyond(record: Record) -> Estimate:
         tokens = pd.read_parquet(record.path / WORDS, columns=["paper_class", "halt_layer", "sentence"])
         tokens = tokens[tokens["paper_class"].isin(_OF_THE_PAPER)]
-        halted, member = tokens["halt_layer"] <= result(record).layer, tokens["paper_class"] == lowest(record)
+        halted, member = tokens["halt_layer"] <= result(record).layer, tokens["paper_class"] == lowest(record).name
         null = against_null(halted.to_numpy(), member.to_numpy(), np.zeros(len(tokens), int), tokens["sentence"].to_numpy())
         return Estimate.of(null.beyond, 100)
 
     said = "; ".join(filter(None, ("drift and entropy at p42, half of the depth", note)))
-    return _answered(of_record=rate, beyond_chance=beyond, note=said)
+    return _answered(of_record=lambda record: Estimate.of(lowest(record).halted, 100), beyond_chance=beyond, note=said)
 
 
 def _by_window(record: Record, *classes: str, layers: bool = False) -> list[np.ndarray[Any, Any]]:
@@ -103,6 +97,17 @@ def _by_window(record: Record, *classes: str, layers: bool = False) -> list[np.n
 def _rates(sums: Sequence[Any]) -> Iterator[Any]:
     """Of tokens and halted tokens, class after class."""
     return (halted.sum(-1) / np.maximum(tokens.sum(-1), 1) for tokens, halted in zip(sums[::2], sums[1::2], strict=True))
+
+
+def _halt_layers(record: Record, *kinds: tuple[str, ...]) -> Estimate:
+    """Mean layer of 30 after which the first kind of words halts, of those that do; less that of the second, if any."""
+    sums = [one for classes in kinds for one in _by_window(record, *classes, layers=True)]
+
+    def layer(n: Any, layers: Any, *others: Any) -> Any:
+        mean = layers.sum(-1) / n.sum(-1)
+        return mean - layer(*others) if others else mean
+
+    return Estimate.of(bootstrap(layer, *sums))
 
 
 def _by_paper_counts(record: Record, of: Callable[..., Any]) -> Estimate:
@@ -137,25 +142,12 @@ def _more_than_content_words(halted: Mapping[str, Any]) -> Any:
 def _lower(record: Record) -> Estimate | None:
     """The lowest rate of determiners, prepositions and conjunctions, less the higher of pronouns' and auxiliaries', in points."""
     sums = [one for name in _FUNCTION for one in _by_window(record, name)]
-    if any(tokens.sum() < MIN_WINDOWS for tokens in sums[::2]):
-        return None
 
     def apart(*drawn: Any) -> Any:
         rates = [100 * rate for rate in _rates(drawn)]
         return np.minimum.reduce(rates[: len(_EARLY)]) - np.maximum.reduce(rates[len(_EARLY) :])
 
-    return Estimate.of(bootstrap(apart, *sums))
-
-
-def _halt_layer(record: Record) -> Estimate:
-    """Mean layer of 30 after which function words halt, of those that do."""
-    return Estimate.of(bootstrap(lambda n, layers: layers.sum(-1) / n.sum(-1), *_by_window(record, *_FUNCTION, layers=True)))
-
-
-def _after_content_words(record: Record) -> Estimate:
-    """How much later function words halt than content words, in layers of 30."""
-    sums = (*_by_window(record, *_FUNCTION, layers=True), *_by_window(record, "content", layers=True))
-    return Estimate.of(bootstrap(lambda n, layers, m, others: layers.sum(-1) / n.sum(-1) - others.sum(-1) / m.sum(-1), *sums))
+    return None if any(tokens.sum() < MIN_WINDOWS for tokens in sums[::2]) else Estimate.of(bootstrap(apart, *sums))
 
 
 _LOWEST = _answer(*_EARLY, note="the lowest of determiners, prepositions and conjunctions")
@@ -173,15 +165,14 @@ _ANSWERS["m.function_words.higher_rate_points"] = _answered(
     note="function words weighted by Table 12's own counts, by half of the depth; halting at p42",
 )
 _HALTS = _answered(
-    of_record=_halt_layer,
-    beyond_chance=_after_content_words,
+    of_record=lambda record: _halt_layers(record, _FUNCTION),
+    beyond_chance=lambda record: _halt_layers(record, _FUNCTION, ("content",)),
     note="of function words that halt, at p42; no token halts before layer 5.6 of 30 here; content words ought to halt a tenth later",
 )
 _ANSWERS |= {f"{entry}.function_words.halt_layer_of_30": _HALTS for entry in ("b6", "figure22")}
 
 
 # --- Tables 2, 8 and 12 -----------------------------------------------------------------------------------------------------------
-
 LEGEND = (
     "A token has the class of its word, by gold tags; auxiliary: what the treebank's universal tag calls AUX. by the paper's tags: the same tokens "
     "classed as its table says, DT, IN, CC, PRP and PRP$, MD with VBZ and VBP, NN with VB, JJ and RB. Intervals: Wilson's at the "
@@ -225,7 +216,15 @@ _MODEL = (
 def table02_08_12_halting_by_class(outcomes: Sequence[Outcome], name: str) -> Table:
     """Tables 2, 8 and 12: halting by part of speech on gold tags, beside what explains it without grammar."""
     frame = pd.DataFrame([row for one in outcomes for row in _rows(one)], columns=COLUMNS)
-    notes = (*_counted(outcomes), *runs.whose_tags(outcomes), *runs.failed(outcomes), *provenance.notes(outcomes))
+    notes = (*runs.whose_tags(outcomes), *runs.failed(outcomes), *provenance.notes(outcomes))
+    for one, record in [(one, one.record) for one in outcomes if one.record is not None][:1]:
+        counted, layer = result(record).counted, result(record).layer
+        said = (
+            f"{one.row.technique}: {counted.sentences} sentences ({counted.cut_sentences} cut by a window's end, {counted.long_sentences} longer "
+            f"than a window and skipped), {counted.words} words, {counted.tokens} tokens; {100 * counted.split_words:.0f}% of the words are several "
+            f"tokens, {100 * counted.tokens_of_two_words:.1f}% of the tokens touch two words. Halted by layer {layer}."
+        )
+        notes = (said, *notes)
     beyond = "Percentage points above or below what chance gives among tokens that are alike"
     explained = "Share of the deviance of “has halted” that a logistic model explains"
     made = (
@@ -271,18 +270,7 @@ def _rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
         yield row | {"class_adds": adds, "class_alone": explained["class",]}
 
 
-def _counted(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    for one, record in [(one, one.record) for one in outcomes if one.record is not None][:1]:
-        counted = result(record).counted
-        yield (
-            f"{one.row.technique}: {counted.sentences} sentences ({counted.cut_sentences} cut by a window's end, {counted.long_sentences} longer "
-            f"than a window and skipped), {counted.words} words, {counted.tokens} tokens; {100 * counted.split_words:.0f}% of the words are several "
-            f"tokens, {100 * counted.tokens_of_two_words:.1f}% of the tokens touch two words. Halted by layer {result(record).layer}."
-        )
-
-
 # --- over depth -------------------------------------------------------------------------------------------------------------------
-
 DRAWN = tuple(CLASSES)[:6]
 _CHANCE = {MATCHED: (PALETTE[3], "-", "tokens as frequent, at the same place"), "random": (GREY, ":", "any tokens")}
 
@@ -329,20 +317,17 @@ def _over_depth(axis: Axes, found: WordClassesResult, kind: str) -> pd.DataFrame
         axis.fill_between(depth, low, high, color=colour, alpha=0.3, linewidth=0, label=f"chance among {label}")
         draw.line(axis, depth, middle, color=colour, linestyle=dash, linewidth=1)
         frame = frame.assign(**{f"{short}_pct": middle, f"{short}_pct_low": low, f"{short}_pct_high": high})
-    axis.plot(depth, rate, color=PALETTE[1], linestyle="-", marker="o", markersize=2.5, label="halted")
-    at, share = depth[found.layer - 1], Estimate.of(one.halted, 100)
-    error = whiskers(share.value, share.low, share.high)
-    axis.errorbar([at], [share.value], yerr=error, color=PALETTE[1], capsize=3, linewidth=1.2)
+    draw.line(axis, depth, rate, color=PALETTE[1], marker="o", markersize=2.5, label="halted")
+    at, share = depth[found.layer - 1], interval_columns("", one.halted, 100)
+    draw.intervals(axis, [at], share, "", color=PALETTE[1], capsize=3, linewidth=1.2)
     if claim is not None:
         star: dict[str, Any] = {"marker": "*", "markersize": 9, "color": "black", "label": "the paper, layer 15 of 30"}
         draw.points(axis, [at], [reported()[claim].values["halted_share_pct"]], **star)
-    axis.set_title(f"{title}: {one.tokens:,} tokens")
-    axis.set_ylim(-3, 103)
+    axis.set(title=f"{title}: {one.tokens:,} tokens", ylim=(-3, 103))
     return frame
 
 
 # --- signals of the dense model ---------------------------------------------------------------------------------------------------
-
 _SIGNAL_READS = (
     *(f"{WORDS}:{column}" for column in ("window", "slot", "halt_layer")),
     *(f"{SIGNALS_OF_WORDS}:{signal}" for signal in ("attention_received", "drift_relative")),  # drift for notebook 4
@@ -351,32 +336,27 @@ Z = 1.96
 TERMS = {"position": "position", "log frequency": "+ log frequency", "word start": "+ word start", "class": "+ class"}
 
 
-def _ends(one: Means) -> tuple[int, int]:
-    """Where Appendix O and Figure 19 look first and last: layers 10 and 20 of 30, of a model whose last layer is not looked at."""
-    first, last = (round(layer / 30 * (len(one.mean) + 1)) - 1 for layer in (10, 20))
-    return first, last
-
-
 def _deepened(one: Means) -> Estimate:
-    """Mean entropy at two thirds of the depth, less that at a third. As if the two were of different sentences, which is wider than they
-    are."""
-    first, last = _ends(one)
+    """Mean entropy at two thirds of the depth, less that at a third, as Appendix O and Figure 19 look: layers 10 and 20 of 30, of a model whose
+    last layer is not looked at. As if the two were of different sentences, which is wider than they are."""
+    first, last = (round(layer / 30 * (len(one.mean) + 1)) - 1 for layer in (10, 20))
     change, error = one.mean[last] - one.mean[first], float(np.hypot(one.error[last], one.error[first]))
     return Estimate(change, change - Z * error, change + Z * error)
 
 
 def _deepening(words: str) -> AnsweredBy:
-    def of(record: Record) -> Estimate:
-        return _deepened(record.measured("word_signals", WordSignalsResult).entropy_nats[words])
-
     note = f"{words} words, logit lens of the dense model, from layer 10 to 20 of 30; table lenses says what that lens knows"
-    return _answered(of_record=of, note=note)
+    return _answered(of_record=lambda record: _deepened(_signals(record).entropy_nats[words]), note=note)
+
+
+def _signals(record: Record) -> WordSignalsResult:
+    return record.measured("word_signals", WordSignalsResult)
 
 
 def _decay(record: Record) -> Estimate | None:
     """What halted tokens get over what others get at the same place: mean of the layers after they halted, over that of the layer by which they
     had; bootstrap over windows."""
-    found = record.measured("word_signals", WordSignalsResult).attention
+    found = _signals(record).attention
     if found is None:
         return None
     received = record.arrays(SIGNALS_OF_WORDS)["attention_received"].astype(float)
@@ -404,7 +384,7 @@ _SIGNAL_ANSWERS: dict[str, AnsweredBy | tuple[AnsweredBy, ...]] = {
 def figure_word_signals(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Signals of the dense model by word class: entropy over depth (E.4), attention to halted tokens (C.1), and what explains drift."""
     (record,) = runs.records(outcomes)
-    found = record.measured("word_signals", WordSignalsResult)
+    found = _signals(record)
     with style():
         drawing, axes = panels(1, 3, size=(11.4, 4.2))
         parts = [part for panel, axis in zip((_entropy, _attention, _drift), axes[0], strict=True) for part in panel(axis, found)]
@@ -424,8 +404,7 @@ _BELOW: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.13)}
 
 def _entropy(axis: Axes, found: WordSignalsResult) -> Iterator[pd.DataFrame]:
     for place, kind in enumerate(kind for kind in DRAWN if kind in found.entropy_nats):
-        one = found.entropy_nats[kind]
-        mean, error = np.array(one.mean), Z * np.array(one.error)
+        mean, error = np.array(found.entropy_nats[kind].mean), Z * np.array(found.entropy_nats[kind].error)
         part = _by_layer("entropy_nats", kind, mean, low=mean - error, high=mean + error)
         axis.plot(part["layer"], mean, label=kind, **draw.look(place, markersize=2.5))
         axis.fill_between(part["layer"], part["low"], part["high"], color=PALETTE[place], alpha=0.2, linewidth=0)
@@ -467,24 +446,22 @@ def _drift(axis: Axes, found: WordSignalsResult) -> Iterator[pd.DataFrame]:
     axis.legend(ncols=2, **_BELOW)
 
 
-def _said(found: WordSignalsResult) -> tuple[str, ...]:
+def _said(found: WordSignalsResult) -> Iterator[str]:
     function, content = found.entropy_nats["function"], found.entropy_nats["content"]
     explained = found.drift_explained
     added = np.array(explained["class"]) - np.array(explained["word start"])
     strongest = int(np.argmax(explained["position"]))
-    lines = [
+    yield (
         f"Bands: 95% intervals clustered by sentence; {found.counted.tokens} tokens of {found.counted.sentences} sentences. Change of the entropy from "
-        f"a third to two thirds of the depth: function words {_change(function)}, content words {_change(content)} nats.",
-        f"Drift: position alone explains up to {explained['position'][strongest]:.2f} (layer {strongest + 1}); class adds {added.min():.3f} to {added.max():.3f}.",
-    ]
+        f"a third to two thirds of the depth: function words {_change(function)}, content words {_change(content)} nats."
+    )
+    yield f"Drift: position alone explains up to {explained['position'][strongest]:.2f} (layer {strongest + 1}); class adds {added.min():.3f} to {added.max():.3f}."
     if found.attention is not None:
-        half, last = found.attention.layer - 1, -1
-        ratio = found.attention.against_position
-        lines.append(
-            f"Attention to halted tokens over that of others at the same place: {ratio[half]:.2f} in layer {half + 1}, {ratio[last]:.2f} in the last that "
+        half, ratio = found.attention.layer - 1, found.attention.against_position
+        yield (
+            f"Attention to halted tokens over that of others at the same place: {ratio[half]:.2f} in layer {half + 1}, {ratio[-1]:.2f} in the last that "
             "is looked at; the paper says that it decays."
         )
-    return tuple(lines)
 
 
 def _change(one: Means) -> str:

@@ -79,15 +79,10 @@ def _claims(module: Any) -> frozenset[str]:
 
 @cache
 def _calls(cls: type) -> frozenset[str]:
-    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    return frozenset(
-        node.func.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and isinstance(node.func.value, ast.Name)
-        and node.func.value.id == "tokens"
-    )
+    """Names of what is called on `tokens`."""
+    called = (node.func for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls)))) if isinstance(node, ast.Call))
+    methods = (one for one in called if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name))
+    return frozenset(one.attr for one in methods if isinstance(one.value, ast.Name) and one.value.id == "tokens")
 
 
 def _left(key: str, header: str = "", group: str = "") -> Column:
@@ -95,7 +90,6 @@ def _left(key: str, header: str = "", group: str = "") -> Column:
 
 
 # --- Table 1 ----------------------------------------------------------------------------------------------------------------------
-
 ATTRIBUTES = ("retraining", "architecture", "runtime_only", "token_level", "stackable")
 YES, NO = "yes", "no"
 # Table 1 of the paper, row by row: requires retraining, architecture change, runtime-only, token-level, stackable; and what is it here.
@@ -161,7 +155,6 @@ def table01_attributes(outcomes: Sequence[Outcome], name: str) -> Table:
 
 
 # --- Table 6 ----------------------------------------------------------------------------------------------------------------------
-
 # Table 6 of the paper: aspect -> halting, fusion.
 TABLE_6 = {
     "goal": ("Freeze stable tokens", "Merge semantically similar tokens"),
@@ -198,10 +191,8 @@ def table06_criteria(outcomes: Sequence[Outcome], name: str) -> Table:
     )
     columns = [_left("aspect")]
     for group in ("halting", "fusion"):
-        columns += [
-            Column(group, "the paper", _wrapped(f"paper_{group}"), "left"),
-            Column(group, "here", _wrapped(group), "left"),
-        ]
+        for header, key in (("the paper", f"paper_{group}"), ("here", group)):
+            columns.append(Column(group, header, _wrapped(key), "left"))
     notes = (
         "arXiv 2506.22396, Table 6; beside it modules=[halting] and modules=[token_fusion] with the options of their yaml files.",
     )
@@ -245,7 +236,6 @@ def _wrapped(key: str) -> Callable[[Mapping[str, Any]], Lines]:
 
 
 # --- Figure 1 ---------------------------------------------------------------------------------------------------------------------
-
 # The first verb that a class has says what it decides about.
 BRANCHES = {
     "halt": "how deep a token goes",
@@ -265,10 +255,7 @@ COLUMNS = ["branch", "module", "class", "acts", "weights", "source", "quicksilve
 
 @artefact(list)
 def figure01_taxonomy(outcomes: Sequence[Outcome], name: str) -> Figure:
-    """Figure 1: taxonomy of techniques: what this version implements, by what each decides about, read off the classes.
-
-    The paper's picture is a drawing without numbers. This one has a leaf for every class of conf/modules but the nulls.
-    """
+    """Figure 1: taxonomy of techniques: what this version implements, by what each decides about, read off the classes."""
     frame = taxonomy(techniques())
     leaves = len(frame)
     with style():
@@ -312,7 +299,6 @@ def taxonomy(found: pd.DataFrame) -> pd.DataFrame:
     branch = found["class"].map(_APART).fillna(branch)
     order = list(dict.fromkeys([*_APART.values(), *BRANCHES.values(), _OTHER]))
     found = found.assign(branch=branch, quicksilver=found["class"].isin(TABLE_1["QuickSilver"][1]))
-    found = found.sort_values(
-        ["branch", "module"], key=lambda column: column.map(order.index) if column.name == "branch" else column
-    )
+    place = found["branch"].map(order.index)
+    found = found.assign(place=place).sort_values(["place", "module"]).drop(columns="place")
     return found.assign(height=range(len(found)))[COLUMNS]

@@ -1,8 +1,7 @@
 """Published methods beside ours in the same run: table peers, and Figures 8 and 15 of the same records.
 
-A method that saves the work of a prompt saves about 40% of it here, as ours do. One that saves K/V keeps as much of it as ours
-leave; the others have no such dial. The settings of the first were searched as ours were (`searched.yaml`). Every row is timed in turns with the dense model in one process. The figure has bars of time as in the
-paper's, with the one number that its text repeats, 0.40 of a quantized baseline; beside them what the time costs.
+A method that saves the work of a prompt saves about 40% of it here, as ours do, by a setting that was searched as ours were (`searched.yaml`). One
+that saves K/V keeps as much of it as ours leave; the others have no such dial. Every row is timed in turns with the dense model in one process.
 """
 
 from __future__ import annotations
@@ -28,8 +27,9 @@ from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
 from quicksilver.report.figure import GREY, HATCHES, MARKERS, PALETTE, Figure, legend_below, panels, style, whiskers
 from quicksilver.report.sweeps import FRONT, front
-from quicksilver.report.table import KL_CELL, NO_VALUE, Column, Lines, Panel, Table, number, speedup_cell, time_cell
+from quicksilver.report.table import ENDS, KL_CELL, NO_VALUE, Column, Lines, Panel, Table, number, speedup_cell, time_cell
 
+from .. import drawing as draw
 from ..ablation.techniques import of_each, options, row_of, steps
 
 PANEL = "peers"
@@ -98,21 +98,20 @@ def rows() -> list[Row]:
         always = (*_ALWAYS, *_PEER, *(() if section == WORK else _DECODING))
         dialled = (*options(module, **dial), *(_FITTED if module == "fitted_prediction" else ()))
         row = row_of(PANEL, section, key, technique, module, *always, overrides=dialled)
-        found.append(_searched(row, module) if dial is SEARCHED else row)
+        if dial is SEARCHED:  # each model's own dial
+            asked = {model: dials[module][BUDGET]["overrides"] for model, dials in FOUND.items()}
+            mine = {model: [word for word in words if word.startswith(f"modules.{module}.")] for model, words in asked.items()}
+            row = of_each(row, {model: (*row.overrides, *words) for model, words in mine.items()})
+        found.append(row)
     for joined, technique in BEST.items():
         more = _PEER if "bfloat16" in joined else ()
         found.append(row_of(PANEL, OURS, f"ours.{joined}", technique, joined.replace("+", ","), *_ALWAYS, overrides=more))
-    (four,) = (row for row in steps("continuation", *_ALWAYS) if row.key == "cumulative.quantization")
-    return [*found, replace(four, panel=PANEL, section=OURS, key=FOUR, technique="Paper: all four mechanisms")]
+    return [*found, _of_the_paper("cumulative.quantization", FOUR, "all four mechanisms")]
 
 
-def _searched(row: Row, module: str) -> Row:
-    """The row with each model's own dial."""
-    of_model = {
-        model: (*row.overrides, *(word for word in dials[module][BUDGET]["overrides"] if word.startswith(f"modules.{module}.")))
-        for model, dials in FOUND.items()
-    }
-    return of_each(row, of_model)
+def _of_the_paper(step: str, key: str, said: str, *more: str) -> Row:
+    (row,) = (row for row in steps("continuation", *_ALWAYS, *more) if row.key == step)
+    return replace(row, panel=PANEL, section=OURS, key=key, technique=f"Paper: {said}")
 
 
 def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
@@ -124,9 +123,16 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     `judged_speedup_pct` and `judged_loss_pct`: the speedup of the prompt where it is beyond the noise floor and Δ perplexity where its
     interval does not contain 0, else 0; `front`: no row, the dense model included, has as much of the one for no more of the other.
     """
-    found = comparison.frame(outcomes)
-    processes = provenance.timings(outcomes)
-    found = found.join(pd.DataFrame([_more(outcome, processes) for outcome in outcomes], index=found.index, columns=_MORE))
+    found, processes, more = comparison.frame(outcomes), provenance.timings(outcomes), []
+    for outcome in outcomes:
+        row: dict[str, Any] = {"prompt_time_ratio": _prompt_ratio(outcome, processes)}
+        served = None if outcome.record is None else outcome.record.found("deployment", DeploymentResult)
+        if served is not None and (of_token := served.per_token_ratio) is not None:
+            row |= {"token_ratio": of_token.median, "token_ratio_low": of_token.low, "token_ratio_high": of_token.high}
+            row |= {"token_noise_pct": served.noise_floor_pct, "same_first_tokens": served.same_first_tokens}
+        more.append(row)
+    columns = ["prompt_time_ratio", *(f"token_ratio{end}" for end in ENDS), "token_noise_pct", "same_first_tokens"]
+    found = found.join(pd.DataFrame(more, index=found.index, columns=columns))
     each = one_by_one(processes)
     ratios = pd.DataFrame(
         [[_prompt_ratio(outcome, those) for those in each] for outcome in outcomes], index=found.index, dtype=float
@@ -135,7 +141,7 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     found["versus_int8"] = ratios.div(quantised.iloc[0]).median(axis=1) if len(quantised) else float("nan")
     speedup, noise = found["prompt_speedup_pct"], found["prompt_noise_floor_pct"]
     found["judged_speedup_pct"] = speedup.where(speedup.abs() > noise, 0.0).where(speedup.notna())
-    loss, low, high = (found[f"delta_ppl_pct{part}"] for part in ("", "_low", "_high"))
+    loss, low, high = (found[f"delta_ppl_pct{end}"] for end in ENDS)
     found["judged_loss_pct"] = loss.where((low > 0) | (high < 0), 0.0).where(loss.notna())
     dense = (found["key"] == "dense") & (found["status"] == comparison.MEASURED)
     found.loc[dense, ["judged_speedup_pct", "judged_loss_pct"]] = 0.0
@@ -143,16 +149,12 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     return found
 
 
-_MORE = ("prompt_time_ratio", "token_ratio", "token_ratio_low", "token_ratio_high", "token_noise_pct", "same_first_tokens")
-
-
 def prompt_timing(record: Record, processes: Sequence[TimedProcess]) -> Timing | None:
     """Times of the prompt, over the processes that timed it again, if any; None: it was not timed, or its widths are simulated."""
     if not provenance.has_time(record):
         return None
-    if processes:
-        return over(processes, record.fingerprint, prompt=True)
-    return record.measured("latency", LatencyResult).timing(prompt=True)
+    own = record.measured("latency", LatencyResult)
+    return over(processes, record.fingerprint, prompt=True) if processes else own.timing(prompt=True)
 
 
 def _prompt_ratio(outcome: Outcome, processes: Sequence[TimedProcess]) -> float | None:
@@ -161,18 +163,7 @@ def _prompt_ratio(outcome: Outcome, processes: Sequence[TimedProcess]) -> float 
     return None if timing is None else 1.0 if outcome.row.key == "dense" else timing.ratio.median
 
 
-def _more(outcome: Outcome, processes: Sequence[TimedProcess]) -> dict[str, Any]:
-    row: dict[str, Any] = {"prompt_time_ratio": _prompt_ratio(outcome, processes)}
-    served = None if outcome.record is None else outcome.record.found("deployment", DeploymentResult)
-    if served is not None and (of_token := served.per_token_ratio) is not None:
-        row |= {"token_ratio": of_token.median, "token_ratio_low": of_token.low, "token_ratio_high": of_token.high}
-        row |= {"token_noise_pct": served.noise_floor_pct, "same_first_tokens": served.same_first_tokens}
-    return row
-
-
 # --- printed --------------------------------------------------------------------------------------------------------------------
-
-
 def columns() -> tuple[Column, ...]:
     """The printed columns."""
     return (
@@ -224,12 +215,13 @@ def findings(rows: pd.DataFrame) -> tuple[str, ...]:
     for _, ours in measured[measured["section"] == OURS].iterrows():
         gain, loss = (peers[column] - ours[column] for column in ("judged_speedup_pct", "judged_loss_pct"))
         beats = peers[(gain >= 0) & (loss <= 0) & ((gain > 0) | (loss < 0))]
-        gained, lost = named(ours)
-        verdict = "beaten by no method of others: none is as fast for no more loss"
-        if len(beats):
-            others = (f"{row['technique']}, {' '.join(named(row))}" for _, row in beats.iterrows() if row["section"] != DENSE)
-            verdict = f"beaten by {'; '.join(others) or 'dense inference itself'}"
-        said.append(f"{ours['technique']} ({gained} of the prompt's time {lost} ppl) is {verdict}.")
+        others = "; ".join(
+            f"{row['technique']}, {' '.join(named(row))}" for _, row in beats.iterrows() if row["section"] != DENSE
+        )
+        verdict = f"beaten by {others or 'dense inference itself'}"
+        if beats.empty:
+            verdict = "beaten by no method of others: none is as fast for no more loss"
+        said.append(f"{ours['technique']} ({named(ours)[0]} of the prompt's time {named(ours)[1]} ppl) is {verdict}.")
     fastest = measured.loc[measured["section"] == OURS, "versus_int8"].min()
     if pd.notna(fastest):
         quantised = float(measured.loc[QUANTISED, "prompt_time_ratio"])
@@ -250,8 +242,6 @@ def table_peers(outcomes: Sequence[Outcome], name: str) -> Table:
 
 
 # --- the figure -------------------------------------------------------------------------------------------------------------------
-
-
 Time = tuple[Quartiles, float]  # over dense, and the noise floor in percent
 
 
@@ -314,16 +304,11 @@ ANSWERS = {
 }
 
 
-def _rows_of_figure() -> list[Row]:
-    """Those of the table, and the one that answers the claims."""
-    (three,) = (row for row in steps("continuation", *_ALWAYS, *_DECODING) if row.key == "cumulative.fusion")
-    return [*rows(), replace(three, panel=PANEL, section=OURS, key=THREE, technique="Paper: halting, KV skipping, fusion")]
-
-
-@artefact(_rows_of_figure, answers=ANSWERS)
+@artefact(
+    lambda: [*rows(), _of_the_paper("cumulative.fusion", THREE, "halting, KV skipping, fusion", *_DECODING)], answers=ANSWERS
+)
 def figure08_15_peers(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Figures 8 and 15: inference time against existing acceleration methods, over that of quantization, and what that time costs."""
-    from matplotlib.patches import Patch
 
     sections = (OURS, WORK, CACHE, FORMAT, DENSE, PAPER)  # ours stand out
     colours = dict(zip(sections, (PALETTE[1], PALETTE[3], PALETTE[5], PALETTE[6], GREY, PALETTE[0]), strict=True))
@@ -341,11 +326,8 @@ def figure08_15_peers(outcomes: Sequence[Outcome], name: str) -> Figure:
         plots[0, 0].set_yticks(range(len(shown)), shown["technique"])
         for label, best in zip(plots[0, 0].get_yticklabels(), shown["front"], strict=True):
             label.set_fontweight("bold" if best else "normal")
-        there = set(shown["section"])
-        handles = [
-            Patch(facecolor=colours[one], hatch=hatches[one], edgecolor="white", label=one) for one in sections if one in there
-        ]
-        legend_below(drawing, handles, ncols=3)
+        looks = {one: {"facecolor": colours[one], "hatch": hatches[one]} for one in sections}
+        legend_below(drawing, draw.keys_of(looks, shown["section"], {}, edgecolor="white"), ncols=3)
     spread = "range over processes" if provenance.timings(of_table) else "quartiles of rounds in turns"
     said = (
         f"Left: time of the prompt over that of the dense model in float32 (median; bars: {spread}), the fastest on top. "
@@ -354,8 +336,7 @@ def figure08_15_peers(outcomes: Sequence[Outcome], name: str) -> Figure:
         "A speedup within the noise floor and a Δ whose interval has 0 in it count as 0 for that.",
     )
     title = "Existing methods and ours: time of a prompt and perplexity after it"
-    ratio = paper["versus_int8"].dropna()
-    finding = ""
+    ratio, finding = paper["versus_int8"].dropna(), ""
     if len(ratio):
         finding = f"The paper's mechanisms take {ratio.iloc[0]:.2f} of the time of dynamic int8; the paper reports {CLAIMED:.2f}"
     return Figure(name, title, drawn, drawing, (*said, *findings(found), *provenance.notes(outcomes)), finding=finding)
@@ -372,15 +353,14 @@ def _times(plot: Any, shown: pd.DataFrame, colours: Mapping[str, str], hatches: 
     for i, (value, end) in enumerate(zip(x, x + ends[1], strict=True)):
         box = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}  # the line at 1 must not strike it out
         plot.annotate(f"{value:.2f}", (end, i), (4, 0), textcoords="offset points", va="center", bbox=box)
-    plot.axvline(1, color="black", linewidth=0.8, linestyle="-", marker="")
+    draw.vertical(plot, 1)
     above: dict[str, Any] = {"transform": plot.get_xaxis_transform(), "va": "bottom"}
     quantised = shown.loc[shown["key"] == QUANTISED, "prompt_time_ratio"]
     if len(quantised):
         paper = CLAIMED * float(quantised.iloc[0])
-        plot.axvline(paper, color="black", linewidth=1.0, linestyle=(0, (4, 2)), marker="", zorder=3)
-        plot.text(
-            paper, 1.0, f"the paper's QuickSilver:\n{CLAIMED:.2f} of dynamic int8", ha="right" if paper < 1 else "left", **above
-        )
+        draw.vertical(plot, paper, linewidth=1.0, linestyle=(0, (4, 2)), zorder=3)
+        side = "right" if paper < 1 else "left"
+        plot.text(paper, 1.0, f"the paper's QuickSilver:\n{CLAIMED:.2f} of dynamic int8", ha=side, **above)
     plot.text(1, 1.0, "dense", ha="center", **above)
     plot.set_xlim(0, 1.12 * max((x + ends[1]).max(), 1.0) if len(x) else None)
     plot.set_xlabel("time of the prompt, × dense float32")
@@ -396,7 +376,7 @@ def _losses(plot: Any, shown: pd.DataFrame, colours: Mapping[str, str]) -> None:
         plot.errorbar(y[at], at, linestyle="", marker=MARKERS[place], color=colour, **bars)
     best = shown.index[shown["front"]]
     plot.plot(y[best], best, linestyle="", marker="o", markersize=9, markerfacecolor="none", color="black")
-    plot.axvline(0, color="black", linewidth=0.8, linestyle="-", marker="")
+    draw.vertical(plot, 0)
     plot.set_xscale("symlog", linthresh=1.0)
     plot.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:.0f}k" if x >= 1000 else f"{x:.0f}")
     least = float((y - ends[0]).min()) if len(y) else 0.0

@@ -18,10 +18,11 @@ from quicksilver.records.record import Record
 from quicksilver.records.stats import Interval, bootstrap, mean
 from quicksilver.report import comparison, sweeps
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, legend_below, letters, panels, style, whiskers
+from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, legend_below, letters, panels, style
 from quicksilver.report.table import ENDS, signed
 from quicksilver.runtime.errors import ConfigError
 
+from .. import drawing as draw
 from ..ablation.techniques import SETTINGS, options, row_of
 
 # Model -> layers; then of 448 tokens, the fewest that save 40% of the prompt when they leave after a quarter of the layers, and the most last ones
@@ -95,8 +96,6 @@ def trained_tokens(model: str) -> int | None:
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------------------
-
-
 def measured(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     """`comparison.frame`, then a row a trend.
 
@@ -106,33 +105,32 @@ def measured(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     """
     found, more = comparison.frame(outcomes), []
     for outcome in outcomes:
-        record = outcome.record
-        known = {} if record is None else {"parameters": record.model.parameters, "layers": record.model.layers}
-        more.append(known | {"trained_tokens": trained_tokens(outcome.row.panel)} | _beside(outcome, outcomes))
+        record, row = outcome.record, outcome.row
+        known: dict[str, Any] = {"trained_tokens": trained_tokens(row.panel)}
+        if record is not None:
+            known |= {"parameters": record.model.parameters, "layers": record.model.layers}
+            signals = [
+                one for one in outcomes if one.row.panel == row.panel and one.row.key in SIGNALS and one.record is not None
+            ]
+            signals.sort(key=lambda one: float(_kl(one.record).mean()))  # least KL first
+            others = signals if row.key == PREDICTED else signals[1:] if outcome in signals[:1] else []
+            if others:
+                difference = bootstrap(mean, _kl(others[0].record) - _kl(record))
+                known |= {"beside": others[0].row.key, **_named("beside_kl_nats", difference)}
+        more.append(known)
     found = pd.concat([found, pd.DataFrame(more, columns=COLUMNS)], axis=1)
     trends = pd.DataFrame(_trends(outcomes))
     return found if trends.empty else pd.concat([found, trends], ignore_index=True)
 
 
-def best_signal(outcomes: Sequence[Outcome], model: str) -> list[Outcome]:
-    """The outcomes of a model's signals, least KL first."""
-    mine = [one for one in outcomes if one.row.panel == model and one.row.key in SIGNALS and one.record is not None]
-    return sorted(mine, key=lambda one: float(_kl(one.record).mean()))
-
-
-def _beside(outcome: Outcome, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    signals = best_signal(outcomes, outcome.row.panel)
-    others = signals if outcome.row.key == PREDICTED else signals[1:] if outcome in signals[:1] else []
-    if outcome.record is None or not others:
-        return {}
-    difference = bootstrap(mean, _kl(others[0].record) - _kl(outcome.record))
-    return {"beside": others[0].row.key, **_named("beside_kl_nats", difference)}
-
-
 def _trends(outcomes: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
     of_rungs = [one for one in outcomes if one.row.panel in LADDER and one.record is not None]
     for technique, title in TECHNIQUES.items():
-        rungs = _trained_alike([one.record for one in of_rungs if one.row.key == technique and one.record is not None])
+        rungs = [one.record for one in of_rungs if one.row.key == technique and one.record is not None]
+        # The largest group of models that saw as many tokens, so that a trend is not one of training; all, where no two did.
+        counted = Counter(trained_tokens(one.model.name) for one in rungs).most_common(1)
+        largest = [one for one in rungs for tokens, _ in counted if trained_tokens(one.model.name) == tokens]
+        rungs = largest if len(largest) > 1 else rungs
         # Windows are numbered along the text: those of the same number lie at the same place of it, whatever the tokenizer.
         if len(rungs) < 2 or len({(one.data.digest, one.data.windows, one.protocol) for one in rungs}) > 1:
             continue
@@ -140,13 +138,6 @@ def _trends(outcomes: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
         row = {"panel": TREND, "section": "", "key": technique, "technique": title, "status": TREND, "sizes": len(rungs)}
         alike = len({trained_tokens(one.model.name) for one in rungs}) == 1
         yield row | {"alike": alike, **_named("kl_nats_per_doubling", slope)}
-
-
-def _trained_alike(rungs: list[Record]) -> list[Record]:
-    """The largest group of models that saw as many tokens, so that a trend is not one of training; all, where no two did."""
-    counted = Counter(trained_tokens(one.model.name) for one in rungs).most_common(1)
-    largest = [one for one in rungs for tokens, _ in counted if trained_tokens(one.model.name) == tokens]
-    return largest if len(largest) > 1 else rungs
 
 
 def slope_per_doubling(parameters: Sequence[int], kl_nats: Sequence[np.ndarray]) -> Interval:
@@ -179,7 +170,6 @@ def _named(name: str, found: Interval) -> dict[str, float]:
 
 
 # --- the figure -------------------------------------------------------------------------------------------------------------------
-
 _COSTS = {
     "delta_ppl_pct": (1.0, "Δ perplexity after the prompt, % of dense"),
     "kl_nats": (100.0, "KL to dense × 100, nats a token"),
@@ -206,7 +196,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
                 rungs.set_ylabel(f"{label}\n(linear to 1, then log)")
                 rungs.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=1, subs=(1, 2, 5)))
                 for plot in (rungs, others):
-                    plot.axhline(0, color=GREY, linewidth=0.8, linestyle="-", marker="")
+                    draw.horizontal(plot, 0, color=GREY)
             rungs.yaxis.set_major_formatter("{x:g}")
             rungs.yaxis.set_minor_formatter(NullFormatter())
             others.set_visible(drawn["panel"].isin(OTHERS).any())
@@ -214,8 +204,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
         axes[0, 1].set_title("Trained longer")
         handles = {one.get_label(): one for plot in axes[0][::-1] for one in plot.get_legend_handles_labels()[0]}
         letters(drawing, 9)
-        there = [handles[title] for title in TECHNIQUES.values() if title in handles]
-        if there:
+        if there := [handles[title] for title in TECHNIQUES.values() if title in handles]:
             heading = "Which tokens of the prompt are dropped"
             legend_below(drawing, there, ncols=3, title=heading, fontsize=9, title_fontsize=9)
     caption = (*_said(outcomes, frame), *sweeps.notes(outcomes, name))
@@ -233,37 +222,33 @@ def _finding(drawn: pd.DataFrame) -> str:
 
 def _draw(plot: Any, points: pd.DataFrame, cost: str, *, by_size: bool) -> None:
     """Models along the number of their parameters, or beside one another."""
-    scale, _ = _COSTS[cost]
     sizes = points.drop_duplicates("panel").sort_values("parameters")
     places = sizes["parameters"] if by_size else [2.0**place for place in range(len(sizes))]
     where = pd.Series(list(places), index=sizes["panel"], dtype=float)
     for place, (key, title) in enumerate(TECHNIQUES.items()):
         mine = points[points["key"] == key].sort_values("parameters")
-        if mine.empty:
-            continue
-        middle, low, high = (scale * mine[f"{cost}{end}"] for end in ENDS)
-        x = mine["panel"].map(where) * _APART ** (place - len(TECHNIQUES) // 2)
-        look = {"color": PALETTE[place], "marker": MARKERS[place], "linestyle": DASHES[place] if by_size else ""}
-        plot.errorbar(x, middle, yerr=whiskers(middle, low, high), label=title, elinewidth=0.7, capsize=1.5, **look)
+        if len(mine):
+            x = mine["panel"].map(where) * _APART ** (place - len(TECHNIQUES) // 2)
+            look: dict[str, Any] = {
+                "color": PALETTE[place],
+                "marker": MARKERS[place],
+                "linestyle": DASHES[place] if by_size else "",
+            }
+            draw.intervals(plot, x, mine, cost, times=_COSTS[cost][0], label=title, elinewidth=0.7, capsize=1.5, **look)
     plot.set_xscale("log", base=2)
-    plot.set_xticks(list(where), [_described(one) for one in sizes.to_dict("records")])
+    described = []  # `ladder-gpt2-1m`, below it its size, depth and training, in short lines
+    for model in sizes.to_dict("records"):
+        trained = [] if pd.isna(model["trained_tokens"]) else [f"{_millions(model['trained_tokens'])} tokens"]
+        family, _, size = model["panel"].partition("-")
+        lines = [f"{family}-", size, f"{_millions(model['parameters'])} parameters", f"{model['layers']:.0f} layers", *trained]
+        described.append("\n".join(lines))
+    plot.set_xticks(list(where), described)
     plot.minorticks_off()
     if len(sizes):
         plot.set_xlim(where.min() / 1.4, where.max() * 1.4)
 
 
-def _described(model: dict[str, Any]) -> str:
-    """`ladder-gpt2-1m`, below it its size, depth and training, in short lines."""
-    trained = [] if pd.isna(model["trained_tokens"]) else [f"{_millions(model['trained_tokens'])} tokens"]
-    family, _, size = model["panel"].partition("-")
-    return "\n".join(
-        [f"{family}-", size, f"{_millions(model['parameters'])} parameters", f"{model['layers']:.0f} layers", *trained]
-    )
-
-
 # --- what is said of it -----------------------------------------------------------------------------------------------------------
-
-
 def _said(outcomes: Sequence[Outcome], frame: pd.DataFrame) -> tuple[str, ...]:
     """What is drawn, the trend as far as its interval allows, what differs beside size, the best signal of each model, and who is missing."""
     drawn = (
@@ -272,18 +257,17 @@ def _said(outcomes: Sequence[Outcome], frame: pd.DataFrame) -> tuple[str, ...]:
     )
     said = [drawn, _trend(frame), _confounded(frame), _training(frame), _seeds(outcomes), _best(outcomes, frame)]
     if absent := [model for model in LADDER if not is_there(model)]:
-        said.append(
-            f"Not drawn, because the weights are not here: {', '.join(absent)}. In a clone, make train-reference MODEL={absent[0]} trains one."
-        )
+        trains = f"In a clone, make train-reference MODEL={absent[0]} trains one."
+        said.append(f"Not drawn, because the weights are not here: {', '.join(absent)}. {trains}")
     if unmeasured := [f"{one.row.panel} {one.row.key}" for one in outcomes if one.record is None]:
         said.append(f"Not drawn, because there is no record: {', '.join(unmeasured)}.")
     return tuple(filter(None, said))
 
 
-def _times_100(row: Any, column: str) -> tuple[str, bool]:
-    """`+1.20 [+0.50, +1.90]`, and whether the interval holds 0."""
+def _times_100(row: Any, column: str, undecided: str = ", not told apart") -> tuple[str, str]:
+    """`+1.20 [+0.50, +1.90]`, and what is said where the interval holds 0."""
     middle, low, high = (100 * row[f"{column}{end}"] for end in ENDS)
-    return f"{signed(middle, 2)} [{signed(low, 2)}, {signed(high, 2)}]", bool(low <= 0 <= high)
+    return f"{signed(middle, 2)} [{signed(low, 2)}, {signed(high, 2)}]", undecided * bool(low <= 0 <= high)
 
 
 def _named_in_text(key: str) -> str:
@@ -296,9 +280,9 @@ def _trend(frame: pd.DataFrame) -> str:
         return "One size is no trend."
     parts = []
     for row in trends.to_dict("records"):
-        slope, undecided = _times_100(row, "kl_nats_per_doubling")
+        slope, undecided = _times_100(row, "kl_nats_per_doubling", " (undecided)")
         fewer = f" ({row['sizes']:.0f} sizes)" * bool(row["sizes"] < trends["sizes"].max())
-        parts.append(f"{_named_in_text(row['key'])}{fewer} {slope}{' (undecided)' * undecided}")
+        parts.append(f"{_named_in_text(row['key'])}{fewer} {slope}{undecided}")
     sizes = int(trends["sizes"].max())
     of_two = ", a difference of two sizes and no line" if sizes == 2 else f", a line through {sizes} sizes"
     of_two += " trained on as many tokens" if trends["alike"].all() else ""
@@ -339,40 +323,30 @@ def _training(frame: pd.DataFrame) -> str:
 
 def _seeds(outcomes: Sequence[Outcome]) -> str:
     """What another training of one recipe changes: KL of both, and the difference, paired by window."""
-    found = {
-        (one.row.panel, one.row.key): _kl(one.record) for one in outcomes if one.record is not None and one.row.key in TECHNIQUES
-    }
+    found = {(one.row.panel, one.row.key): _kl(one.record) for one in outcomes if one.record and one.row.key in TECHNIQUES}
     parts = []
     for key in TECHNIQUES:
         if all((model, key) in found for model in SEEDS):
             first, second = (found[model, key] for model in SEEDS)
             apart, undecided = _times_100(_named("apart", bootstrap(mean, second - first)), "apart")
             means = f"{100 * first.mean():.2f} and {100 * second.mean():.2f}"
-            parts.append(f"{_named_in_text(key)} {means} ({apart}{', not told apart' * undecided})")
-    if not parts:
-        return ""
+            parts.append(f"{_named_in_text(key)} {means} ({apart}{undecided})")
     same = "differ in the seed of their weights and windows, and in docstrings of other package versions"
-    return f"{' and '.join(SEEDS)} {same}. KL × 100 of both, and the difference: {'; '.join(parts)}."
+    return f"{' and '.join(SEEDS)} {same}. KL × 100 of both, and the difference: {'; '.join(parts)}." if parts else ""
 
 
 def _best(outcomes: Sequence[Outcome], frame: pd.DataFrame) -> str:
     parts = []
     for model in dict.fromkeys(outcome.row.panel for outcome in outcomes):
         rows = frame[(frame["panel"] == model) & frame["beside"].notna()].set_index("key")
+        apart = {key: "{}{}".format(*_times_100(row, "beside_kl_nats")) for key, row in rows.iterrows()}
         for key in rows.index.intersection(list(SIGNALS)):
-            said = f"{model}: {_named_in_text(key)} ({_named_in_text(rows.loc[key, 'beside'])} {_difference(rows.loc[key])})"
-            parts.append(said + (f"; against predicting {_difference(rows.loc[PREDICTED])}" if PREDICTED in rows.index else ""))
-    if not parts:
-        return ""
-    return (
-        "Least KL × 100 of what drops tokens (the next best is worse by, paired by window; the best is dearer than predicting by): "
-        f"{'. '.join(parts)}."
+            said = f"{model}: {_named_in_text(key)} ({_named_in_text(rows.loc[key, 'beside'])} {apart[key]})"
+            parts.append(said + (f"; against predicting {apart[PREDICTED]}" if PREDICTED in apart else ""))
+    least = (
+        "Least KL × 100 of what drops tokens (the next best is worse by, paired by window; the best is dearer than predicting by)"
     )
-
-
-def _difference(row: pd.Series) -> str:
-    apart, undecided = _times_100(row, "beside_kl_nats")
-    return f"{apart}{', not told apart' * undecided}"
+    return f"{least}: {'. '.join(parts)}." if parts else ""
 
 
 def _millions(count: float) -> str:

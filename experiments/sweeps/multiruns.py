@@ -1,9 +1,7 @@
 """Hydra multiruns of conf/experiment: the paper's calibrations, options of depth and of halted tokens, and thresholds of bit-widths.
 
-What the paper calibrates on validation text is scored on the calibrating part here, so that the test part has seen none of it.
-
-Claims: C.3's bound on perplexity; B.2's, G.2's and Figure 9's constants, which stand beside the percentiles they came from; E.5 and E.9 (8.6%
-for 0.10 of perplexity), which name different pairs of thresholds, neither on the grid's scale (docs/conflicts.md #18).
+What the paper calibrates on validation text is scored on the calibrating part here, so that the test part has seen none of it. E.5 and E.9 name
+different pairs of thresholds, neither on the grid's scale (docs/conflicts.md #18).
 """
 
 from __future__ import annotations
@@ -20,9 +18,11 @@ from quicksilver.report import sweeps
 from quicksilver.report.artefacts import Outcome, Row, artefact
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
-from quicksilver.report.figure import GREY, PALETTE, Figure, heat_look, panels, style, whiskers, write_cells
+from quicksilver.report.figure import GREY, PALETTE, Figure, panels, style
 from quicksilver.report.sweeps import PROMPT, Sweep
-from quicksilver.report.table import Column, Table
+from quicksilver.report.table import ENDS, Column, Table
+
+from .. import drawing as draw
 
 ALONE = {"halting alone": ("modules=[halting]",)}
 KV_BYTES = ("kv_bytes_saved_pct", *PROMPT[:2])
@@ -98,7 +98,6 @@ def figure_sweeps(outcomes: Sequence[Outcome], name: str) -> Figure:
 
 
 # --- the grid of E.9 --------------------------------------------------------------------------------------------------------------
-
 # Scored on the part of the text that calibrates, as the paper's is on validation text. Its thresholds are of min-max scaled entropies (E.1), so
 # it acts in prompts only, and what it saves is of the prompt. Utility is that of E.9, against a uniform 8 bits.
 UNIFORM = "uniform 8 bits"
@@ -204,8 +203,8 @@ def figure_quantization_grid(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Figure quantization_grid: what each pair of entropy thresholds saves, costs and is worth (E.9)."""
     found = utilities(outcomes, sweeps.frame(outcomes, (GRID,)))
     with style():
-        drawing = draw(found)
-    cost = [f"base_delta_ppl{end}" for end in ("", "_low", "_high")]
+        drawing = draw_grid(found)
+    cost = [f"base_delta_ppl{end}" for end in ENDS]
     shown = found[["key", *GRID.axes(), "delta_flops", *cost, "utility", "front", "record"]]
     caption = ("ΔFLOPs is drawn in percent; in U it is a fraction.", *legend(found), *sweeps.notes(outcomes, name))
     chosen, finding = best(found), ""
@@ -215,7 +214,7 @@ def figure_quantization_grid(outcomes: Sequence[Outcome], name: str) -> Figure:
     return Figure(name, "Grid of entropy thresholds for bit-widths (E.9)", shown, drawing, caption, finding=finding)
 
 
-def draw(rows: pd.DataFrame) -> Any:
+def draw_grid(rows: pd.DataFrame) -> Any:
     """Heatmaps of ΔFLOPs, ΔPPL and U over the thresholds, the best point framed, and cost over saving. Call it inside `style()`."""
     from matplotlib.patches import Rectangle
     from matplotlib.patheffects import withStroke
@@ -230,27 +229,22 @@ def draw(rows: pd.DataFrame) -> Any:
     for plot, (column, title, factor, decimals) in zip(plots.flat, shown, strict=False):
         matrix = factor * points.pivot(index=LOW, columns=HIGH, values=column)
         values = matrix.to_numpy(dtype=float)
-        drawing.colorbar(
-            plot.imshow(values, origin="lower", aspect="auto", **heat_look(values, signed=column != "delta_flops")), ax=plot
-        )
-        write_cells(plot, values, {at: f"{value:.{decimals}f}" for at, value in np.ndenumerate(values) if not math.isnan(value)})
+        form, around_0 = f"{{:.{decimals}f}}".format, column != "delta_flops"
+        look: dict[str, Any] = {"origin": "lower", "aspect": "auto", "around_0": around_0}
+        draw.heatmap(drawing, plot, values, form, matrix.columns, matrix.index, **look)
         if chosen is not None:
             corner = matrix.columns.get_loc(chosen[HIGH]) - 0.5, matrix.index.get_loc(chosen[LOW]) - 0.5
             halo = [withStroke(linewidth=3.6, foreground="white")]
             plot.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor="black", linewidth=1.6, path_effects=halo))
-        plot.set_xticks(range(len(matrix.columns)), matrix.columns)
-        plot.set_yticks(range(len(matrix.index)), matrix.index)
         plot.set(xlabel="τ_high, on entropies scaled to 0…1", ylabel="τ_low, on entropies scaled to 0…1")
         plot.set_title(title, fontsize=8)
-        plot.grid(False)
     plane, gain, cost = plots[1][1], 100 * points["delta_flops"], points["base_delta_ppl"]
-    spread = whiskers(cost, points["base_delta_ppl_low"], points["base_delta_ppl_high"])
-    plane.errorbar(gain, cost, yerr=spread, fmt="o", color=PALETTE[0], ecolor=GREY, elinewidth=0.6)
+    draw.intervals(plane, gain, points, "base_delta_ppl", fmt="o", color=PALETTE[0], ecolor=GREY, elinewidth=0.6)
     front = points[sweeps.front(gain, cost)].sort_values("delta_flops")
     plane.plot(100 * front["delta_flops"], front["base_delta_ppl"], color=PALETTE[1], linestyle="--", marker="", label="front")
     if chosen is not None:
-        look = {"marker": "s", "markersize": 9, "fillstyle": "none", "linestyle": "", "color": "black"}
-        plane.plot(100 * chosen["delta_flops"], chosen["base_delta_ppl"], **look, label="greatest U")
+        square: dict[str, Any] = {"marker": "s", "markersize": 9, "fillstyle": "none", "linestyle": "", "color": "black"}
+        plane.plot(100 * chosen["delta_flops"], chosen["base_delta_ppl"], **square, label="greatest U")
     plane.set(xlabel="ΔFLOPs against uniform 8 bits, %", ylabel="ΔPPL against uniform 8 bits, perplexity")
     plane.set_title("Cost over saving, with 95% intervals", fontsize=8)
     plane.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)

@@ -112,7 +112,10 @@ ANSWERS = {
 
 def settings(mechanism: str) -> dict[str, tuple[str, ...]]:
     """Every setting of a mechanism: name -> overrides."""
-    return dict({"halting": _halting, PROMPT_ONLY: _halting_prompt, "kv_skipping": _kv_skipping, "fusion": _fusion}[mechanism]())
+    if mechanism == PROMPT_ONLY:  # with the prompt's last token protected: it is known in a prompt only
+        protected = options("halting", protect_last=1)
+        return {f"{name}, in the prompt only": (*words, *protected) for name, words in _halting()}
+    return dict({"halting": _halting, "kv_skipping": _kv_skipping, "fusion": _fusion}[mechanism]())
 
 
 def _halting() -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -127,12 +130,6 @@ def _halting() -> Iterator[tuple[str, tuple[str, ...]]]:
             if (drift, kv, resume) == ("relative", "drop", 0):
                 yield f"{name}, decided behind 3 layers", ("modules=[halting]", *words, "decision_layers=[3,6,9]")
                 yield f"{name}, and KV skipping", ("modules=[halting,kv_skipping]", *words)
-
-
-def _halting_prompt() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Those of `_halting` with the prompt's last token protected: it is known in a prompt only."""
-    for name, words in _halting():
-        yield f"{name}, in the prompt only", (*words, *options("halting", protect_last=1))
 
 
 def _kv_skipping() -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -226,6 +223,9 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         Column("", "search agrees", lambda row: ({None: NO_VALUE, True: "yes", False: "no"}[row["still_wins"]],)),
     )
     test = Panel(TEST, "Test text: the frozen winners", columns, tested)
+    won = _winners(frame)
+    none = [f"{title} at {budget}%" for one, title in MECHANISMS.items() for budget in BUDGETS_PCT if (one, budget) not in won]
+    number = ", ".join(f"{len(settings(mechanism))} of {title}" for mechanism, title in MECHANISMS.items())
     legend = (
         *_verdict(frame),
         "exec: operations of the prompt that really ran, signals included, against dense inference; negative: more than dense.",
@@ -233,11 +233,12 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
         f"tokens. {comparison.VERSUS_RANDOM}",
         "wins at: the setting has the least KL of all that save at least so much. A budget that no setting reaches has no winner.",
         "search agrees: the winner that was frozen before the test is still the one that the search above finds.",
-        _none_reaches(frame),
+        f"Searched: {number}. No setting saves enough: {', '.join(none) or 'none'}.",
         *comparison.marks(frame),
     )
     title = "The paper at its best: its mechanisms under any of their settings (protocol continuation)"
-    shown = frame[(frame["panel"] == TEST) | _best(frame)].reset_index(drop=True)
+    best = {at for one in MECHANISMS for budget in BUDGETS_PCT for at in ranking(frame, one, budget).index[:_SHOWN]}
+    shown = frame[(frame["panel"] == TEST) | frame.index.isin(best)].reset_index(drop=True)
     return Table(name, title, shown, (search, test), legend)
 
 
@@ -263,16 +264,3 @@ def _verdict(frame: pd.DataFrame) -> tuple[str, ...]:
         said.append(f"for {budget}% {MECHANISMS[best]} ({name}), which {found}")
     best_is = "Under the paper's mechanisms and any of these settings, the best on calibration text is"
     return (f"{best_is} {'; '.join(said)}.",) if said else ()
-
-
-def _best(frame: pd.DataFrame) -> pd.Series:
-    """Rows of the search that are among the best of their mechanism at some budget."""
-    best = {at for one in MECHANISMS for budget in BUDGETS_PCT for at in ranking(frame, one, budget).index[:_SHOWN]}
-    return pd.Series(frame.index.isin(best), index=frame.index)
-
-
-def _none_reaches(frame: pd.DataFrame) -> str:
-    won = _winners(frame)
-    none = [f"{title} at {budget}%" for one, title in MECHANISMS.items() for budget in BUDGETS_PCT if (one, budget) not in won]
-    searched = ", ".join(f"{len(settings(mechanism))} of {title}" for mechanism, title in MECHANISMS.items())
-    return f"Searched: {searched}. No setting saves enough: {', '.join(none) or 'none'}."

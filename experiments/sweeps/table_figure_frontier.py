@@ -1,21 +1,22 @@
 """Table and figure frontier: which tokens may leave a prompt, how much work that saves, and what it costs the tokens after it.
 
-It answers the abstract's "39.6% fewer FLOPs with near-zero perplexity loss (≤ 0.2)", which is +1.1% of its perplexity: which technique comes
-nearest at that budget, and where the frontier lies.
+It answers the abstract's "39.6% fewer FLOPs with near-zero perplexity loss (≤ 0.2)", which is +1.1% of its perplexity.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pandas as pd
 
 from quicksilver.report import comparison, provenance, sweeps
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.claims.reported import reported
-from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, label_ends, panels, style, whiskers
+from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, label_ends, panels, style
 from quicksilver.report.table import KL_CELL, Column, Panel, Table, interval_cell
 
+from .. import drawing as draw
 from ..ablation.techniques import SETTINGS, options
 
 PANEL = "frontier"
@@ -89,22 +90,16 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
     return Table(name, "What may leave a prompt: saved against lost", measured(outcomes), (panel,), legend)
 
 
-def _near(frame: pd.DataFrame) -> float:
-    """% of perplexity: what costs less is drawn apart, beside random tokens it would all be one line. Half of the lines or more lie below it."""
-    most = frame.groupby("section")["delta_ppl_pct"].max().dropna()
-    near = 8.0
-    while 2 * (most < near).sum() < len(most):
-        near *= 2
-    return near
-
-
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     """All techniques on the left, those that cost little on the right."""
     # Two techniques more than the palette has: in grey and in black.
     colours, shapes, dashes = (*PALETTE, "#6a6a6a", "#000000"), (*MARKERS, "h", "p"), (*DASHES, "--", "-")
     frame = measured(outcomes)
     saved, cost = paper_bar()
-    near = _near(frame)
+    # % of perplexity: what costs less is drawn apart, beside random tokens it would all be one line. Half of the lines or more lie below it.
+    most, near = frame.groupby("section")["delta_ppl_pct"].max().dropna(), 8.0
+    while 2 * (most < near).sum() < len(most):
+        near *= 2
     with style():
         drawing, plots = panels(1, 2, size=(10.5, 3.8))
         for number, plot in enumerate(plots.flat):
@@ -115,16 +110,14 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
                 if points.empty:
                     continue
                 x, y = points["prompt_executed_flops_saved_pct"] + 0.04 * place * number, points["delta_ppl_pct"]
-                look = {"color": colours[place], "marker": shapes[place], "linestyle": dashes[place]}
-                spread = whiskers(y, points["delta_ppl_pct_low"], points["delta_ppl_pct_high"])
-                plot.errorbar(x, y, yerr=spread, elinewidth=0.7, capsize=1.5, **look)
+                look: dict[str, Any] = {"color": colours[place], "marker": shapes[place], "linestyle": dashes[place]}
+                draw.intervals(plot, x, points, "delta_ppl_pct", elinewidth=0.7, capsize=1.5, **look)
                 if number or y.max() >= near:
                     ends.append((float(x.max()), float(y[x.idxmax()]), title, colours[place]))
-            plot.axhline(0, color=GREY, linewidth=0.8, linestyle="-", marker="")
+            draw.horizontal(plot, 0, color=GREY)
             plot.axhspan(0, cost, color="#dedede", linewidth=0, zorder=0.5)
-            plot.set(
-                xlabel="executed FLOPs of the prompt saved, % of dense", ylabel="Δ perplexity of the tokens after it, % of dense"
-            )
+            plot.set_xlabel("executed FLOPs of the prompt saved, % of dense")
+            plot.set_ylabel("Δ perplexity of the tokens after it, % of dense")
             plot.set_title(f"Enlarged: below +{near:g}%" if number else "All techniques")
             label_ends(plot, ends)
     windows = frame["windows"].dropna()

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -20,14 +19,16 @@ from quicksilver.data.tasks import metric
 from quicksilver.measure.task import EXAMPLES, TaskResult
 from quicksilver.records.record import Record
 from quicksilver.records.stats import bootstrap
-from quicksilver.report import provenance
+from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row, artefact
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
 from quicksilver.report.comparison import MEASURED, technique_cell
-from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, legend_below, letters, panels, style, whiskers
-from quicksilver.report.table import Column, Lines, Panel, Table, filled, interval_columns, number, numbers, signed, with_ends
+from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, legend_below, letters, panels, style
+from quicksilver.report.table import ENDS, Column, Panel, Table, filled, interval_columns, number, numbers, signed, with_ends
 from quicksilver.runtime.errors import ConfigError
+
+from .. import drawing as draw
 
 READ = (EXAMPLES,)
 PANEL = "tasks"
@@ -75,8 +76,7 @@ def examples(folder: Path) -> pd.DataFrame:
     return pd.read_parquet(folder / EXAMPLES)
 
 
-@dataclass(frozen=True)
-class Lost:
+class Lost(NamedTuple):
     """Score lost against dense, in points (100 × the metric), with its 95% interval, paired by example.
 
     Attributes:
@@ -91,10 +91,6 @@ class Lost:
     smallest: float
     p: float
     flipped: int
-
-    def columns(self) -> dict[str, float]:
-        """As columns of a frame."""
-        return {**interval_columns("lost", self), "smallest_seen": self.smallest, "mcnemar_p": self.p, "flipped": self.flipped}
 
 
 def lost(record: Record, dense: Record) -> Lost:
@@ -141,8 +137,7 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     found = []
     for outcome in outcomes:
         task, system = outcome.row.key.split(".")
-        row: dict[str, Any] = {"panel": outcome.row.panel, "section": outcome.row.section, "key": outcome.row.key, "task": task}
-        row |= {"system": system, "technique": outcome.row.technique, "status": outcome.reason or MEASURED}
+        row: dict[str, Any] = comparison.described(outcome) | {"task": task, "system": system}
         if outcome.record is not None and outcome.dense is not None:
             row |= measured(outcome.record, outcome.dense)
         found.append(row)
@@ -163,7 +158,10 @@ def measured(record: Record, dense: Record) -> dict[str, Any]:
         flops, of_dense = (getattr(one, f"{ledger}_flops") for one in (result, base))
         row |= {f"{ledger}_flops": flops / result.examples}
         row |= {f"{ledger}_flops_saved_pct": 100 * (1 - flops / of_dense)} if differs else {}
-    return row | (lost(record, dense).columns() if differs else {})
+    if differs:
+        found = lost(record, dense)
+        row |= interval_columns("lost", found) | {"smallest_seen": found.smallest, "mcnemar_p": found.p, "flipped": found.flipped}
+    return row
 
 
 LEDGERS = ("executed", "nominal", "paper")
@@ -177,8 +175,6 @@ COLUMNS = [
 
 
 # --- claims -----------------------------------------------------------------------------------------------------------------------
-
-
 def loss_of(key: str) -> Callable[[Mapping[str, Outcome]], Estimate | None]:
     """A claim's estimate: points lost by the row `key`.
 
@@ -220,7 +216,6 @@ def _answers() -> dict[str, AnsweredBy]:
 
 
 # --- Table 4 ----------------------------------------------------------------------------------------------------------------------
-
 LEGEND = (
     "score: accuracy, of CoLA Matthews' correlation, in points (× 100); below it that of the most frequent answer. A task on which the dense "
     "model is not above it (McNemar, of CoLA the bootstrap, 5%) says `chance`: there is nothing to lose, and its claim has no verdict.",
@@ -241,63 +236,50 @@ def table04_tasks(outcomes: Sequence[Outcome], name: str) -> Table:
     found = frame(outcomes)
     for quantity in ("dense_score", "quicksilver_score", "score_drop"):
         found[f"reported_{quantity}"] = [reported()[TASKS[task][1]].values[quantity] for task in found["task"]]
+    lost_and_seen = with_ends("lost", "+.1f", between=" ") + "\nseen from"
+    saved = "{executed_flops_saved_pct:+.1f}\npaper {paper_flops_saved_pct:+.1f}"
     columns = (
         Column("", "system", technique_cell, align="left"),
         Column("paper reports", "score", _reported, expendable=3),
         Column("measured", "score", _score),
-        Column("measured", "lost", _lost),
+        Column("measured", "lost", _if_measured("lost", f"{lost_and_seen} {{smallest_seen:.1f}}", "{examples:.0f} examples")),
         Column("measured", "p", _p, expendable=2),
-        Column("saved %", "operations", _saved),
+        Column("saved %", "operations", _if_measured("executed_flops_saved_pct", saved, "{executed_flops:1e-9*.2f} G")),
         Column("", "depth", "{deciding_depth:.1f} of {layers:.0f}", expendable=1),
     )
+    splits = {}
+    for one in outcomes:
+        if one.record is not None:
+            answers = examples(one.record.path)
+            cut = f" ({truncated} cut on the left to fit the context)" if (truncated := int(answers["truncated"].sum())) else ""
+            splits[one.row.section] = f"{one.row.section} {len(answers)}{cut}"
+    of = f"Labelled rows that nothing was trained on: {', '.join(splits.values())}. MNLI is read from the hub (dataset=mnli)."
     title = "The likeliest label word after the prompt; modules may look ahead inside it"
-    panel = Panel(PANEL, title, columns, (*_splits(outcomes), *provenance.notes(outcomes)))
+    panel = Panel(PANEL, title, columns, (*([of] if splits else []), *provenance.notes(outcomes)))
     return Table(name, "Tasks of GLUE and SuperGLUE under adaptive inference", found, (panel,), (*findings(found), *LEGEND))
 
 
-def _reported(row: Mapping[str, Any]) -> Lines:
+def _reported(row: Mapping[str, Any]) -> tuple[str, ...]:
     quantity = {DENSE: "dense_score", "paper": "quicksilver_score"}.get(row["system"])
     return ("" if quantity is None else f"{row[f'reported_{quantity}']:.1f}",)
 
 
-def _score(row: Mapping[str, Any]) -> Lines:
+def _score(row: Mapping[str, Any]) -> tuple[str, ...]:
     below = f"\n{'majority' if row['above_chance'] is True else 'chance'} {{majority:.1f}}"
     return filled("{score:.1f}" + below * (row["system"] == DENSE), row)
 
 
-def _lost(row: Mapping[str, Any]) -> Lines:
-    has_loss = number(row, "lost") is not None
-    return filled(
-        with_ends("lost", "+.1f", between=" ") + "\nseen from {smallest_seen:.1f}" if has_loss else "{examples:.0f} examples", row
-    )
+def _if_measured(key: str, form: str, other: str) -> Callable[[Mapping[str, Any]], tuple[str, ...]]:
+    """A cell of the first form where the row has that number, else of the other."""
+    return lambda row: filled(other if number(row, key) is None else form, row)
 
 
-def _p(row: Mapping[str, Any]) -> Lines:
-    if (p := number(row, "mcnemar_p")) is None:
-        return ("",)
-    return ("<0.001" if p < 0.001 else f"{p:.3f}", f"{row['flipped']:.0f} changed")
+def _p(row: Mapping[str, Any]) -> tuple[str, ...]:
+    p = number(row, "mcnemar_p")
+    return ("",) if p is None else ("<0.001" if p < 0.001 else f"{p:.3f}", f"{row['flipped']:.0f} changed")
 
 
-def _saved(row: Mapping[str, Any]) -> Lines:
-    differs = number(row, "executed_flops_saved_pct") is not None
-    saved = "{executed_flops_saved_pct:+.1f}\npaper {paper_flops_saved_pct:+.1f}"
-    return filled(saved if differs else "{executed_flops:1e-9*.2f} G", row)
-
-
-def _splits(outcomes: Sequence[Outcome]) -> Lines:
-    """How many rows of what were answered."""
-    said = {}
-    for outcome in outcomes:
-        if outcome.record is not None:
-            answers = examples(outcome.record.path)
-            cut = f" ({truncated} cut on the left to fit the context)" if (truncated := int(answers["truncated"].sum())) else ""
-            said[outcome.row.section] = f"{outcome.row.section} {len(answers)}{cut}"
-    if not said:
-        return ()
-    return (f"Labelled rows that nothing was trained on: {', '.join(said.values())}. MNLI is read from the hub (dataset=mnli).",)
-
-
-def findings(frame: pd.DataFrame) -> Lines:
+def findings(frame: pd.DataFrame) -> tuple[str, ...]:
     """What the rows say together, of the tasks that can lose something."""
     measured = frame[frame["status"] == MEASURED]
     above, dense = measured["above_chance"].astype(bool), measured["system"] == DENSE
@@ -313,7 +295,6 @@ def findings(frame: pd.DataFrame) -> Lines:
 
 
 # --- Figures 3 and 18 ------------------------------------------------------------------------------------------------------------
-
 # The paper's "classification accuracy of token t" is defined nowhere: a task has one answer an example. Here all tokens of one class stop after
 # layer d and all others go on, for every d by itself, and as many random tokens stop beside them.
 PICTURED = ("sst2", "cola", "rte")  # what the model learned, and the two that the paper names
@@ -324,8 +305,8 @@ MODULE = "word_class_halting"
 _COLOURS = {"function": PALETTE[3], "content": PALETTE[1]}
 _COLUMNS_3 = [
     *("task", "metric", "words", "random", "depth_layers"),
-    *("lost", "lost_low", "lost_high", "smallest_seen", "flipped", "mcnemar_p"),
-    *("beyond_random", "beyond_random_low", "beyond_random_high", "executed_flops_saved_pct", "score", "dense_score"),
+    *(*(f"lost{end}" for end in ENDS), "smallest_seen", "flipped", "mcnemar_p"),
+    *(*(f"beyond_random{end}" for end in ENDS), "executed_flops_saved_pct", "score", "dense_score"),
     *("above_chance", "examples", "record"),
 ]
 
@@ -362,10 +343,7 @@ def word_class_frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
 
 @artefact(word_class_rows, READ)
 def figure03_18_word_classes(outcomes: Sequence[Outcome], name: str) -> Figure:
-    """Figures 3 and 18: score lost on a task when only its function words, or only its content words, stop at one depth.
-
-    One picture a task in which the dense model is above chance; where it is in none, all of them in grey.
-    """
+    """Figures 3 and 18: score lost on a task when only its function words, or only its content words, stop at one depth."""
     drawn = word_class_frame(outcomes)
     if drawn.empty:
         raise ConfigError("no run has a record, and there is nothing to draw without one")
@@ -378,18 +356,14 @@ def figure03_18_word_classes(outcomes: Sequence[Outcome], name: str) -> Figure:
         axes[0, 0].set_ylabel("points lost (100 × the metric)")
         letters(drawing, 8.5)
         legend_below(drawing, axes[0, 0].get_legend_handles_labels()[0], ncols=2, fontsize=8.5)
-    return Figure(
-        name, "Figures 3 and 18: one class of words stops", drawn, drawing, _caption(drawn, outcomes), finding=_finding(drawn)
-    )
-
-
-def _finding(drawn: pd.DataFrame) -> str:
-    """Whether a class of words is another loss than as many random tokens; nothing where no run has a null."""
+    # Whether a class of words is another loss than as many random tokens; nothing where no run has a null.
     beyond = drawn[drawn["beyond_random"].notna()]
     apart = int(((beyond["beyond_random_low"] > 0) | (beyond["beyond_random_high"] < 0)).sum())
     told = f"differs from stopping random tokens in {apart} of {len(beyond)} cases"
     said = told if apart else "is not measurably different from stopping random tokens"
-    return "" if beyond.empty else f"Stopping one class of words {said}"
+    finding = "" if beyond.empty else f"Stopping one class of words {said}"
+    title = "Figures 3 and 18: one class of words stops"
+    return Figure(name, title, drawn, drawing, _caption(drawn, outcomes), finding=finding)
 
 
 def _draw(axis: Axes, rows: pd.DataFrame, title: str) -> None:
@@ -398,10 +372,9 @@ def _draw(axis: Axes, rows: pd.DataFrame, title: str) -> None:
         place = CLASSES.index(str(words))
         look: dict[str, Any] = {"color": GREY if chance else _COLOURS[str(words)], "marker": MARKERS[place + 2 * random]}
         look |= {"linestyle": DASHES[2 if random else place], "alpha": 0.75 if random else 1.0, "markersize": 5, "capsize": 2.5}
-        error = whiskers(line["lost"], line["lost_low"], line["lost_high"])
         label = f"as many random tokens as {words} words" if random else f"{words} words"
-        axis.errorbar(line["depth_layers"] + 0.25 * (i - 1.5), line["lost"], yerr=error, label=label, **look)
-    axis.axhline(0, color="black", linewidth=0.8, marker="")
+        draw.intervals(axis, line["depth_layers"] + 0.25 * (i - 1.5), line, "lost", label=label, **look)
+    draw.horizontal(axis, 0)
     axis.set(title=f"{title}{' (dense is at chance)' if chance else ''}", xlabel="layer after which they stop")
     low, high = axis.get_ylim()
     axis.set_ylim(min(low, -1), max(high, 1))  # a hundredth of a point is no scale

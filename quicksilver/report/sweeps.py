@@ -18,7 +18,7 @@ from quicksilver.records.record import Record
 from quicksilver.records.stats import paired_records
 from quicksilver.report import comparison, provenance
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.claims.ledger import AnsweredBy
+from quicksilver.report.claims.ledger import AnsweredBy, added_pct
 from quicksilver.report.claims.ledger import saved_pct as paired_saved_pct
 from quicksilver.report.claims.reported import Estimate
 from quicksilver.report.comparison import interval
@@ -211,12 +211,8 @@ def answers(sweep: Sweep, key: str, claim: str, flops: str | None = None) -> dic
 
         return AnsweredBy(sweep.experiment, key, of=estimate, note=f"against {sweep.base}", against=sweep.base or "")
 
-    def added(ours: Record, base: Record) -> Estimate:
-        paired = paired_records(ours, base)
-        return Estimate(paired.relative_pct, paired.relative_pct_low, paired.relative_pct_high)
-
     saved = {} if flops is None else {f"{claim}.flops_saved_pct": between(lambda ours, base: paired_saved_pct(ours, base, flops))}
-    return {f"{claim}.delta_ppl": between(added), **saved}
+    return {f"{claim}.delta_ppl": between(added_pct), **saved}
 
 
 def figure(outcomes: Sequence[Outcome], name: str, title: str, sweeps: Sequence[Sweep]) -> Figure:

@@ -21,7 +21,7 @@ import pandas as pd
 
 from quicksilver.measure.quality import NullResult
 from quicksilver.records.record import Record, load_record
-from quicksilver.records.stats import bootstrap, false_discovery
+from quicksilver.records.stats import bootstrap, false_discovery, paired_records
 from quicksilver.records.times import TimedProcess
 from quicksilver.report.artefacts import Artefact, Outcome
 from quicksilver.report.claims import reported as rule
@@ -347,6 +347,12 @@ def _floor(column: str, record: Record, outcomes: Mapping[str, Outcome], process
     rows = [dict(_against_dense(*pair, processes)) for pair in pairs]
     pool_noise(rows, column.removesuffix(FLOOR))
     return next((number(row, column) for row in rows if row["record"] == record.fingerprint), None) or 0.0
+
+
+def added_pct(record: Record, other: Record) -> Estimate:
+    """Percent of perplexity that `record` has more than `other`."""
+    paired = paired_records(record, other)
+    return Estimate(paired.relative_pct, paired.relative_pct_low, paired.relative_pct_high)
 
 
 def saved_pct(record: Record, dense: Record, column: str) -> Estimate:

@@ -20,11 +20,9 @@ def test_rows_are_those_of_modules_that_there_are():
 def test_what_is_printed_is_what_was_measured(tmp_path):
     run = fakes.make(tmp_path, "run", "continuation", per_token=0.01, saved=0.4, **fakes.generated())
     dense = fakes.make(tmp_path, "dense continuation", "continuation")
-    outcomes = [Outcome(row, run, dense) for row in prompts.generation_rows()[:1]]
-    outcomes += [
-        Outcome(row, run, dense) for row in prompts.generation_rows() if row.panel == SAMPLED and row.key == "quicksilver"
-    ]
-    made = prompts.table_generation(outcomes, "table")
+    rows = prompts.generation_rows()
+    rows = [rows[0], next(row for row in rows if (row.panel, row.key) == (SAMPLED, "quicksilver"))]
+    made = prompts.table_generation([Outcome(row, run, dense) for row in rows], "table")
     greedy, sampled = (made.frame[made.frame["panel"] == way].iloc[0] for way in (GREEDY, SAMPLED))
     assert greedy["same_tokens"] == pytest.approx(7.5)
     assert greedy["same_tokens_low"] < 7.5 < greedy["same_tokens_high"]
@@ -36,7 +34,7 @@ def test_what_is_printed_is_what_was_measured(tmp_path):
     assert "0 of 16 to the end" in text
     assert "16 of 16 to the end" in text
     assert "16 prompts of 448 tokens, 64 new tokens" in " ".join(text.split())
-    failed = prompts.table_generation([Outcome(prompts.generation_rows()[0], reason="failed")], "table")
+    failed = prompts.table_generation([Outcome(rows[0], reason="failed")], "table")
     assert "failed" in failed.text(120)
 
 

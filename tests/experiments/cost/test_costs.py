@@ -10,8 +10,8 @@ import pytest
 from thinning import first
 
 from quicksilver.experiments.cost import costs
+from quicksilver.experiments.cost.components import TIMED, realization
 from quicksilver.experiments.cost.costs import BELOW
-from quicksilver.experiments.cost.energy import TIMED, realization
 from quicksilver.measure.components import BreakdownResult, ComponentsResult, Part
 from quicksilver.measure.deployment import DeploymentResult, Percentiles, ServingResult
 from quicksilver.measure.energy import EnergyResult, TokenEnergy

@@ -14,8 +14,8 @@ from PIL import Image
 from thinning import first
 
 from quicksilver.data.annotation import word_classes
-from quicksilver.experiments.inside import bit_widths, sentences
-from quicksilver.experiments.inside import skipped_and_fused as drawn
+from quicksilver.experiments.inside import held as drawn
+from quicksilver.experiments.inside import sentences
 from quicksilver.records.store import Store
 from quicksilver.report.artefacts import Outcome, find
 from quicksilver.report.figure import panels, style
@@ -150,19 +150,19 @@ def test_words_are_put_together_before_they_are_classed():
 
 # --- bit-widths -------------------------------------------------------------------------------------------------------------------
 def test_widths_follow_the_entropy_and_its_thresholds(made, outcomes):
-    decided, low, high = bit_widths.decision(outcomes["quantization"].record)
+    decided, low, high = drawn.decision(outcomes["quantization"].record)
     assert decided == sentences.layer_after(0.5, LAYERS)
     frame = made("figure", "14").frame
     # Widths change nothing in the layers before, so what decided is what the record says.
     assert (frame["width_bits"] == np.select([frame["entropy_nats"] < low, frame["entropy_nats"] > high], [2, 8], 4)).all()
     widths = made("figure", "13").frame
-    assert set(widths.loc[widths["layer"] <= decided, "held"]) == {bit_widths.UNTOUCHED}
+    assert set(widths.loc[widths["layer"] <= decided, "held"]) == {drawn.UNTOUCHED}
     sentence = frame[frame["text"] == sentences.SENTENCE].set_index("slot")["width_bits"]
     assert (widths[widths["layer"] == LAYERS].set_index("slot")["bits"] == sentence).all()
 
 
 def test_widths_can_be_told_apart_in_grey():
-    grey = [np.dot(to_rgb(bit_widths.HELD[bit_widths.width(bits)]), (0.2126, 0.7152, 0.0722)) for bits in (16, 8, 4, 2)]
+    grey = [np.dot(to_rgb(drawn.HELD[drawn.width(bits)]), (0.2126, 0.7152, 0.0722)) for bits in (16, 8, 4, 2)]
     assert min(np.diff(grey)) > 0.1
 
 

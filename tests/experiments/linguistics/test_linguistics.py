@@ -4,7 +4,7 @@ import pytest
 from harness_world import make_treebank, make_world
 from thinning import first
 
-from quicksilver.experiments.linguistics import fusion_and_constituents, runs
+from quicksilver.experiments.linguistics import fusion_and_constituents as runs
 from quicksilver.measure.words import ConstituentsResult, WordClassesResult
 from quicksilver.records.store import Store
 from quicksilver.report.artefacts import Outcome, find
@@ -100,11 +100,11 @@ def test_the_claims_get_verdicts_from_these_records(outcomes):
 
 
 def test_precision_at_two_depths_is_compared_on_the_same_pairs(outcomes):
-    by_depth = {f"layer{depth}": fusion_and_constituents.fused(outcomes[f"layer{depth}"].record) for depth in (12, 15)}
+    by_depth = {f"layer{depth}": runs.fused(outcomes[f"layer{depth}"].record) for depth in (12, 15)}
     less, more = (one.precision["phrase"].value for one in by_depth.values())
-    found = fusion_and_constituents._deeper({"layer15": outcomes["layer12"], "layer20": outcomes["layer15"]})
+    found = runs._deeper({"layer15": outcomes["layer12"], "layer20": outcomes["layer15"]})
     assert found.value == pytest.approx(100 * (more - less))
-    same = fusion_and_constituents._deeper({"layer15": outcomes["layer15"], "layer20": outcomes["layer15"]})
+    same = runs._deeper({"layer15": outcomes["layer15"], "layer20": outcomes["layer15"]})
     assert (same.low, same.value, same.high) == (0, 0, 0)
 
 

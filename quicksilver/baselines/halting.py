@@ -127,13 +127,15 @@ class PromptPruning(HaltingPolicy):
     Source: "LazyLLM: Dynamic Token Pruning for Efficient Long Context LLM Inference" (Fu et al., arXiv 2407.14057), equations 1 and
     2: a token's importance is the attention the last token gives it, averaged over the heads.
 
-    What differs: LazyLLM chooses anew at each decoding step and revives dropped tokens; here those stay dropped, as in its static
-    variant, and tokens that follow the prompt are processed in full. Its pruning layers are tuned; here they are fractions of the
-    depth. Raises ConfigError: lists of unequal length or in the wrong order; by `bind`, two that are one layer.
+    What differs: LazyLLM chooses anew at each decoding step and revives dropped tokens; here those stay dropped, as in its static variant,
+    and tokens that follow the prompt are processed in full. Its pruning layers are tuned; here they are fractions of the depth.
 
     Args:
         layers: fractions of the layers gone through at which tokens are dropped, rising.
         kept: share of the prompt's tokens that go on after each of those, falling. One number: after the last, in equal steps.
+
+    Raises:
+        ConfigError: lists of unequal length or in the wrong order; by `bind`, two that are one layer.
     """
 
     layers: Sequence[float] = (0.2, 0.5, 0.75)

@@ -63,14 +63,18 @@ class Int8Dynamic(Transform):
     Source: "LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale" (Dettmers et al., arXiv 2208.07339) has one scale a
     token and one an output channel; as a recipe it is torchao's `Int8DynamicActivationInt8WeightConfig`.
 
-    What differs: LLM.int8() keeps outlier dimensions in 16 bits, this (like torchao's recipe) does not. Codes are symmetric;
-    embeddings, norms and output head stay as they are. Raises ConfigError: an unknown backend; `torchao` without torchao.
-    KernelError: by `apply`, no exact integer product on this machine. UnsupportedModelError: weights that are offloaded.
+    What differs: LLM.int8() keeps outlier dimensions in 16 bits, this (like torchao's recipe) does not. Codes are symmetric; embeddings,
+    norms and output head stay as they are.
 
     Args:
         backend: `torch`: products by `torch._int_mm`. Where that is not exact, by what `torch.ao` quantizes dynamically with:
             fbgemm with inputs of 7 bits (`reduce_range`) on x86, QNNPACK on ARM; inputs have one scale a token all the same.
             `torchao`: torchao's own recipe and tensor types, where it is installed. `kernel` says which it was.
+
+    Raises:
+        ConfigError: an unknown backend; `torchao` without torchao.
+        KernelError: by `apply`, no exact integer product on this machine.
+        UnsupportedModelError: weights that are offloaded.
     """
 
     backend: Literal["torch", "torchao"] = "torch"

@@ -53,15 +53,16 @@ class PromptTruncation(Transform):
 
     Source: common practice; `which="ends"` is the truncation of LongBench (Bai et al., arXiv 2308.14508), which keeps both ends.
 
-    No layer sees the tokens that are cut, so every saving is exact. It is the first baseline for a method that saves work in
-    prompts: on a model that does not use its context, truncation costs nothing. The base model returns states (B, N, D) for the
-    whole prompt, NaN where cut. Raises ConfigError: in a run, a number that no row reaches, an attention mask that is no padding
-    mask.
+    No layer sees the tokens that are cut, so every saving is exact. It is the first baseline for a method that saves work in prompts: on a
+    model that does not use its context, truncation costs nothing. The base model returns states (B, N, D) for the whole prompt, NaN where cut.
 
     Args:
         keep: share of each row's real tokens (float), or their number (int); rows with fewer tokens are left whole.
         which: `last` keeps the newest tokens, `ends` half of them from the start, `random` the last token and others by chance.
         seed: of `random`.
+
+    Raises:
+        ConfigError: in a run, a number that no row reaches, an attention mask that is no padding mask.
     """
 
     keep: int | float = 0.6

@@ -23,11 +23,13 @@ class ChannelPruning(Transform):
 
     Source: "Pruning Filters for Efficient ConvNets" (Li et al., arXiv 1608.08710), for the inner channels of an MLP.
 
-    What differs: a channel's size is the product of two norms: of the weights that write it, and of those that read it. Raises
-    UnsupportedModelError: by `apply`, a family with a norm behind its MLP, or a model that is cut among processes.
+    What differs: a channel's size is the product of two norms: of the weights that write it, and of those that read it.
 
     Args:
         share: of each MLP's channels that is left out.
+
+    Raises:
+        UnsupportedModelError: by `apply`, a family with a norm behind its MLP, or a model that is cut among processes.
     """
 
     share: Share = 0.3

@@ -78,13 +78,15 @@ class TokenMerging(TokenPolicy):
 
 
 def match(metric: torch.Tensor, free: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """ToMe's bipartite soft matching. Returns (B, M) long: the column of the last of each token's group, its own where nothing
-    happens.
+    """ToMe's bipartite soft matching.
 
     Args:
         metric: (B, M, d) float, what is compared, by its cosine.
         free: (B, M) bool, tokens that may take part. Columns are in slot order where they are free.
         k: (B, 1) long, edges a row, fewer where one of the sets has fewer.
+
+    Returns:
+        (B, M) long: the column of the last of each token's group, its own where nothing happens.
     """
     columns = torch.arange(free.shape[1], device=free.device).expand_as(free)
     nth = free.long().cumsum(1) - 1  # alternating among the free ones, wherever others stand

@@ -25,22 +25,25 @@ from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.translation import KVTranslator
 from quicksilver.runtime.view import LayerView
 
-
 # -- maps that know less -------------------------------------------------------------------------------------------------------------
+
+
 @dataclass(kw_only=True)
 class FittedPrediction(PresetHalting, Fitted):
     """`PresetHalting` with a map that is fitted by ridge regression on the calibration text of the run.
 
-    What a fitted map must beat is a map that knows less, at the same schedule and so at the same work. All are fitted here on the
-    same windows, so that nothing else differs between them. Raises ConfigError: what `PresetHalting` refuses; a schedule of its
-    own beside `drop_oldest=False`; in `fit`, too little text, or a budget that no layer reaches; by `apply`, a module that was
-    not fitted.
+    What a fitted map must beat is a map that knows less, at the same schedule and so at the same work. All are fitted here on the same
+    windows, so that nothing else differs between them.
 
     Args:
         control: `none`: states and K/V of the same token. `shuffled`: K/V of another token of the text. `mean`: the mean K and V.
         drop_oldest: False: nobody is dropped; all tokens but the protected stop before one layer, the deepest that saves `save`
             of a prompt of `prompt_tokens` (static P@ℓ).
         prompt_tokens: for that choice.
+
+    Raises:
+        ConfigError: what `PresetHalting` refuses; a schedule of its own beside `drop_oldest=False`; in `fit`, too little text, or a budget
+            that no layer reaches; by `apply`, a module that was not fitted.
     """
 
     control: Literal["none", "shuffled", "mean"] = "none"
@@ -94,6 +97,8 @@ def static_schedule(architecture: Architecture, save: float, prompt_tokens: int 
 
 
 # -- a ceiling of early exit ---------------------------------------------------------------------------------------------------------
+
+
 WINDOW = (0.25, 0.75)  # of the depth: layers before which tokens may leave
 
 
@@ -132,16 +137,19 @@ class OracleExit(TokenPolicy, Fitted):
     regressions on calibration text. Of the layers in the middle half of the depth the one is taken at which the leaving tokens lose least
     there; the threshold is the quantile that saves `save` there.
 
-    Causal but for the oracle: a decision reads the token and those before it, through all layers. `lookahead=true` marks that. It
-    acts in passes that start a sequence. Rows of a batch keep different numbers of tokens and are computed as long as the
-    longest: with one row a batch *executed* operations are those of its own tokens. Raises ConfigError: in `fit`, too little
-    text, or more asked for than leaving saves; by `apply`, a module that was not fitted, or that was fitted to other weights.
+    Causal but for the oracle: a decision reads the token and those before it, through all layers. `lookahead=true` marks that.
+    It acts in passes that start a sequence. Rows of a batch keep different numbers of tokens and are computed as long as the longest: with one
+    row a batch *executed* operations are those of its own tokens.
 
     Args:
         save: share of the executed operations of a window whose positions are all scored, its output head included.
         head: `fitted`, or `lens`: the model's own norm and output head on the state as it is.
         missing_kv: `predict`, or `project`: K/V by each later layer's own projection of the frozen state.
         protect_first: the first tokens never leave.
+
+    Raises:
+        ConfigError: in `fit`, too little text, or more asked for than leaving saves; by `apply`, a module that was
+            not fitted, or that was fitted to other weights.
     """
 
     save: InnerShare = 0.2

@@ -63,8 +63,7 @@ _MASK: ContextVar[KeepMask | None] = ContextVar("keep_mask", default=None)  # of
 def equivalent_forward(
     model: PreTrainedModel, gate: Gate, derivative: Derivative = "both", translators: Mapping[int, KVTranslator] | None = None
 ) -> Iterator[KeepMask]:
-    """For the length of the context the model's forward is the equivalent one. Raises UnsupportedModelError: no adapter for the
-    model's family. ConfigError: while it runs, a gate that drops behind one that predicts.
+    """For the length of the context the model's forward is the equivalent one.
 
     Args:
         model: of a known family, with sdpa attention; called without cache and without padding.
@@ -75,6 +74,10 @@ def equivalent_forward(
 
     Yields:
         The masks of the newest forward.
+
+    Raises:
+        UnsupportedModelError: no adapter for the model's family.
+        ConfigError: while it runs, a gate that drops behind one that predicts.
     """
     arch = architecture_of(model)
     mask = KeepMask()

@@ -29,6 +29,8 @@ from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 
 # -- text --------------------------------------------------------------------------------------------------------------------------
+
+
 Half = Literal["fit", "choose"]
 HALVES: tuple[str, ...] = ("fit", "choose")  # even windows, odd windows
 
@@ -66,10 +68,12 @@ def fit_text(
     window_tokens: int,
 ) -> FitText:
     """Windows of one half of `texts`, by name, at most `windows` in all: texts give equal numbers as far as they have them.
-    Raises ConfigError: nothing is left of a text, or it is shorter than two windows.
 
     Args:
         evaluation: texts that must share no 13 consecutive words with what is fitted on, by name.
+
+    Raises:
+        ConfigError: nothing is left of a text, or it is shorter than two windows.
     """
     parts: dict[str, torch.Tensor] = {}
     said: dict[str, Any] = {}
@@ -94,6 +98,8 @@ def fit_text(
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------------------
+
+
 TOKENS_PER_COEFFICIENT = 10
 RIDGE = 3e-3  # of the mean of the diagonal of XᵀX
 CONTROLS = ("shuffled", "mean")
@@ -121,11 +127,13 @@ class Sums:
         self.xy[:, first : first + y.shape[1]] += (x.T @ y).cpu().double()
 
     def solution(self, tokens: int, ridge: float, states: str) -> torch.Tensor:
-        """(XᵀX + λI)⁻¹ XᵀY, λ = `ridge` × the mean of the diagonal: (R, C) float64. Raises ConfigError: fewer than ten tokens a
-        coefficient, sums that are not finite.
+        """(XᵀX + λI)⁻¹ XᵀY, λ = `ridge` × the mean of the diagonal: (R, C) float64.
 
         Args:
             tokens: of the text. states: what X is of, for messages.
+
+        Raises:
+            ConfigError: fewer than ten tokens a coefficient, sums that are not finite.
         """
         rows = len(self.xx)
         if tokens < (least := TOKENS_PER_COEFFICIENT * rows):
@@ -150,6 +158,8 @@ def entering(architecture: Architecture, meet: Callable[[int, torch.Tensor], Non
 
 
 # -- translators -------------------------------------------------------------------------------------------------------------------
+
+
 SAVED_EVERY_S = 20.0
 Progress = Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]]
 
@@ -173,14 +183,16 @@ def fit_translators(
     checkpoint: Path | None = None,
     progress: Progress = iter,
 ) -> dict[int, Translator]:
-    """One translator for each source layer: from LN₀ of the state entering it to K (unrotated) and V of all later layers. Raises
-    ConfigError: a source layer that the model lacks, an unknown control, a ridge that is no positive number, too little text.
+    """One translator for each source layer: from LN₀ of the state entering it to K (unrotated) and V of all later layers.
 
     Args:
         ridge: λ as a multiple of the mean of the diagonal of XᵀX.
         control: what a translator must beat. `shuffled`: K/V of another token of the batch. `mean`: the mean K and V for every token.
         checkpoint: the sums are kept there now and then, and taken up again by the same command; removed when it is done.
         progress: wraps the batches that are left (`tqdm.tqdm`).
+
+    Raises:
+        ConfigError: a source layer that the model lacks, an unknown control, a ridge that is no positive number, too little text.
     """
     arch = architecture
     if control is not None and control not in CONTROLS:
@@ -259,16 +271,20 @@ def _resumed(file: TrainingFile, sums: Mapping[int, Sums]) -> int:
 
 
 # -- lenses ------------------------------------------------------------------------------------------------------------------------
+
+
 @torch.no_grad()
 def fit_lens(
     architecture: Architecture, text: FitText, *, ridge: float = RIDGE, batch_size: int = 4, progress: Progress = iter
 ) -> Lens:
-    """From the state after each layer to what the model's own last state gives the output head. Raises ConfigError: too little
-    text, or states that are not finite.
+    """From the state after each layer to what the model's own last state gives the output head.
 
     Args:
         ridge: λ as a multiple of the mean of the diagonal of XᵀX.
         progress: wraps the batches (`tqdm.tqdm`).
+
+    Raises:
+        ConfigError: too little text, or states that are not finite.
     """
     arch, tokens = architecture, text.ids.numel()
     sums = [Sums(arch.width, arch.width) for _ in range(arch.n_layers - 1)]
@@ -294,6 +310,8 @@ def fit_lens(
 
 
 # -- what it took ------------------------------------------------------------------------------------------------------------------
+
+
 T = TypeVar("T")
 
 

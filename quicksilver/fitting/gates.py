@@ -28,11 +28,13 @@ from quicksilver.runtime.ledger import LayerWork
 from quicksilver.runtime.run import apply
 
 # -- gates -------------------------------------------------------------------------------------------------------------------------
+
+
 OPEN = 1.0  # b before training: p = 0.73, nobody halts
 
 
 class HaltingGates(nn.Module):
-    """One gate for each decision layer. Raises ConfigError: no layer, or layers out of order.
+    """One gate for each decision layer.
 
     Args:
         width: D of the model.
@@ -44,6 +46,9 @@ class HaltingGates(nn.Module):
     Attributes:
         weight: (K, D). bias: (K,). place: (K, 2), or None.
         scores: p (B, N) by layer of the newest forward. kept: m (B, N) by layer, that entered the gate, without gradient.
+
+    Raises:
+        ConfigError: no layer, or layers out of order.
     """
 
     def __init__(self, width: int, layers: Sequence[int], *, reads_only: bool = False, prompt_tokens: int | None = None) -> None:
@@ -101,6 +106,8 @@ def straight_through(p: torch.Tensor) -> torch.Tensor:
 
 
 # -- their training ----------------------------------------------------------------------------------------------------------------
+
+
 FEW_FASTER = 5.0  # than the rate of w, whose D numbers act together
 ALL_PREDICTED = -1.0  # b of a gate that predicts, before training: p = 0.27
 Parts = dict[str, torch.Tensor]  # of gates, by name
@@ -108,8 +115,7 @@ Parts = dict[str, torch.Tensor]  # of gates, by name
 
 @dataclass(frozen=True)
 class GateRecipe:
-    """What decides the gates of one training. Raises ConfigError: a number out of range, a gate that drops behind one that
-    predicts.
+    """What decides the gates of one training.
 
     Args:
         layers: after which a token may halt; predicts: those of them where the K/V of later layers are predicted, the last ones.
@@ -121,6 +127,9 @@ class GateRecipe:
         strength, reaction: λ at the start, and how fast it follows the budget.
         shift: added to the biases of gates that drop after a step that saved the whole prompt too much, and in proportion.
         protect_first, protect_last: tokens of the prompt that never halt.
+
+    Raises:
+        ConfigError: a number out of range, a gate that drops behind one that predicts.
     """
 
     layers: tuple[int, ...]
@@ -231,13 +240,15 @@ def saved_pct(architecture: Architecture, kept: Sequence[torch.Tensor], predicte
 def train_gates(
     architecture: Architecture, ids: torch.Tensor, recipe: GateRecipe, *, checkpoint: Path | None = None, progress: Steps = iter
 ) -> TrainedGatesRun:
-    """Gates after `recipe`; the model is left as it is. Raises ConfigError: windows no longer than the prompt, a budget that
-    cannot be met, no translator, a checkpoint of something else. QuickSilverError: a loss that is not finite; the last good state
-    stays.
+    """Gates after `recipe`; the model is left as it is.
 
     Args:
         ids: (W, N) long, windows of calibration text, longer than the prompt.
         checkpoint: where the state is kept every few steps and found again after a kill.
+
+    Raises:
+        ConfigError: windows no longer than the prompt, a budget that cannot be met, no translator, a checkpoint of something else.
+        QuickSilverError: a loss that is not finite; the last good state stays.
     """
     if ids.ndim != 2 or ids.shape[1] <= recipe.prompt_tokens + 1 or not len(ids):
         raise ConfigError(f"Windows of shape {tuple(ids.shape)}: give some, longer than {recipe.prompt_tokens + 1} tokens.")
@@ -383,6 +394,8 @@ class _Trainer:
 
 
 # -- at the budget, on other text ----------------------------------------------------------------------------------------------------
+
+
 def at_budget(
     architecture: Architecture, gates: TrainedGates, ids: torch.Tensor, recipe: GateRecipe, *, tries: int = 7
 ) -> tuple[TrainedGates, float]:

@@ -21,8 +21,9 @@ from quicksilver.runtime.ledger import LayerWork, head_flops
 from quicksilver.runtime.module import RuntimeModule
 from quicksilver.runtime.run import apply
 
-
 # -- what a model says after a prompt, and what that costs ---------------------------------------------------------------------------
+
+
 def continuation_log_probs(model: Any, ids: torch.Tensor, prompt_tokens: int) -> torch.Tensor:
     """Log-probabilities of what follows a prompt, teacher-forced, given the cache that the prompt left: ids (B, N) -> (B, N − P, V)."""
     ids = ids.to(model.device)
@@ -89,6 +90,8 @@ class KLToDense:
 
 
 # -- choosing ----------------------------------------------------------------------------------------------------------------------
+
+
 DROP_DEPTH = 3 / 16  # of the layers, before which old tokens are dropped
 TILE = 32  # tokens: attention kernels and matrix units take as long for a part of one as for all of it
 PROTECT_LAST = (12, 28, 60, 92)  # with the first 4: half a tile, or one to three
@@ -133,10 +136,13 @@ def search(
     protect_last: Sequence[int] = PROTECT_LAST,
     progress: Callable[[Candidate], None] | None = None,
 ) -> list[Candidate]:
-    """Every candidate of the rule, best first. Raises ConfigError: no candidate saves so much.
+    """Every candidate of the rule, best first.
 
     Args:
         save: share of the prompt's executed FLOPs, 0 to 1.
+
+    Raises:
+        ConfigError: no candidate saves so much.
     """
     found = []
     for translator, last in ((translator, last) for translator in translators for last in protect_last):
@@ -155,6 +161,8 @@ def search(
 
 
 # -- training a translator for them ------------------------------------------------------------------------------------------------
+
+
 def distill(
     architecture: Architecture,
     translator: Translator,
@@ -168,13 +176,15 @@ def distill(
     seed: int = 0,
     progress: Steps = iter,
 ) -> Translator:
-    """`translator` after so many steps of Adam on KL(dense ‖ predicted), in nats a token of the continuation. Raises ConfigError:
-    no steps, windows no longer than the prompt, a schedule that predicts from another layer. QuickSilverError: the loss is not
-    finite.
+    """`translator` after so many steps of Adam on KL(dense ‖ predicted), in nats a token of the continuation.
 
     Args:
         ids: (W, N) long, the windows of the fit; a step takes `batch_size` of them, in an order drawn by `seed`.
         schedules: what is trained for, in turn; all predict before the translator's source layer.
+
+    Raises:
+        ConfigError: no steps, windows no longer than the prompt, a schedule that predicts from another layer.
+        QuickSilverError: the loss is not finite.
     """
     if steps < 1 or ids.shape[1] <= prompt_tokens + 1:
         raise ConfigError(

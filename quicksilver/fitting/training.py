@@ -37,14 +37,16 @@ def descend(
     every: int = 10,
     progress: Steps = iter,
 ) -> None:
-    """Step down the loss; a group of parameters has `scale` times the rate, where it has one. Raises QuickSilverError: a loss
-    that is not finite; the last good state stays.
+    """Step down the loss; a group of parameters has `scale` times the rate, where it has one.
 
     Args:
         steps: numbers of the steps that are left.
         after: called when a step is done.
         clip: parameters whose gradient's norm is cut at 5.
         file: where `state` is kept every `every` steps and at the end, beside the number of steps done.
+
+    Raises:
+        QuickSilverError: a loss that is not finite; the last good state stays.
     """
     clipped = list(clip)
     for step in progress(steps):

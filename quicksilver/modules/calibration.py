@@ -176,11 +176,13 @@ Thresholds = Annotated[float | Sequence[float] | str, check_thresholds]
 def resolve_thresholds(
     name: str, value: Thresholds, architecture: Architecture, calibration: Calibration | Path | str | None, key: str
 ) -> list[float]:
-    """`value` as one threshold per layer, length L. Raises ConfigError: a list of another length, a percentile without a
-    calibration or with one of another model.
+    """`value` as one threshold per layer, length L.
 
     Args:
         key: what a percentile is of (`Signal.key`).
+
+    Raises:
+        ConfigError: a list of another length, a percentile without a calibration or with one of another model.
     """
     n_layers = architecture.n_layers
     if not isinstance(value, str):
@@ -211,6 +213,8 @@ def thresholds_of(module: object) -> dict[str, list[float]]:
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------------------
+
+
 GRID = tuple(range(1, 100))
 # What halts where the attention of halted tokens is measured.
 HALTED_BY: tuple[Signal, ...] = (Drift("relative"), Entropy("logit_lens"))
@@ -271,14 +275,16 @@ def calibrate(
     """Measure `signals` in every layer but the last, after which nothing can halt (B.2, steps 1 and 2).
 
     Signals of attention received are measured in a second run, on the tokens that halt there when drift and entropy are below
-    their 25th percentile (C.3), and kept under `halted_key`. What halts no token measures nothing. Raises ConfigError: no
-    windows; attention without the relative drift and the logit-lens entropy.
+    their 25th percentile (C.3), and kept under `halted_key`. What halts no token measures nothing.
 
     Args:
         windows: (W, N) long, token ids, no padding.
         grid: percentiles to keep, ascending.
         source: said about model and data in the provenance (names, paths).
         progress: wraps the batches of a run (`tqdm.tqdm`).
+
+    Raises:
+        ConfigError: no windows; attention without the relative drift and the logit-lens entropy.
     """
     if windows.dim() != 2 or windows.numel() == 0:
         raise ConfigError(f"Calibration needs windows of shape (W, N), not {tuple(windows.shape)}: give more text.")
@@ -336,13 +342,15 @@ def calibrate_modules(
     made_before: Path | None = None,
     **options: Any,
 ) -> Calibration | None:
-    """Give a calibration of `model` and `windows` to the modules whose percentiles have none. It holds the signals they ask for
-    and no others, each measured once and kept in a file of its own below `folder`. Modules that are to be fitted are. Returns the
-    calibration, or None when no module asks.
+    """Give a calibration of `model` and `windows` to the modules whose percentiles have none. It holds the signals they ask for and no
+    others, each measured once and kept in a file of its own below `folder`. Modules that are to be fitted are.
 
     Args:
         made_before: a folder with calibrations that are read as well.
         options: of `calibrate`.
+
+    Returns:
+        The calibration, or None when no module asks.
     """
     fitting = [m for m in modules if isinstance(m, Fitted) and not m.fitted]
     for learner in fitting:

@@ -38,12 +38,14 @@ class ChannelSparsity(Transform, Fitted):
     (attention output, second MLP map) are not rotated. There is no sparse kernel: the products are dense, so *executed* FLOPs
     are those of the dense model, and *nominal* ones leave out the products with a zero.
 
-    Other modules see the rotated residual stream. Relative drift and everything made of logits are the same there. Raises
-    ConfigError: by `apply`, a module that was not fitted, or that was fitted to other weights.
+    Other modules see the rotated residual stream. Relative drift and everything made of logits are the same there.
 
     Args:
         error: share of the energy of each map's output, Σ_i (|x_i| · ‖w_i‖)² over channels and tokens, that is set to zero; 0 to 1.
         rotate: fold the rotation into the weights. False: channels as they are.
+
+    Raises:
+        ConfigError: by `apply`, a module that was not fitted, or that was fitted to other weights.
     """
 
     error: Share = 0.0006
@@ -142,6 +144,8 @@ class _Energies:
 
 
 # -- another orthonormal basis of the residual stream: the same function with other channels ---------------------------------------
+
+
 def linear_maps(architecture: Architecture) -> list[nn.Module]:
     """The linear maps of all decoder layers, and the output head."""
     inside = [m for layer in architecture.layers for m in layer.modules() if isinstance(m, (nn.Linear, Conv1D))]

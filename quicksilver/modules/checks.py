@@ -31,6 +31,8 @@ def layer_after(fraction: float, n_layers: int) -> int:
 
 
 # -- tokens by id, by slot, by place: all masks are (B, M) bool --------------------------------------------------------------------
+
+
 def by_id(name: str, view: LayerView, ids: Sequence[int]) -> torch.Tensor:
     """Tokens whose id is in `ids`; raises ConfigError when the model was given embeddings."""
     if not ids:

@@ -28,8 +28,9 @@ from quicksilver.runtime.visibility import Span
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 # -- halting that reads no state ---------------------------------------------------------------------------------------------------
+
+
 @dataclass(kw_only=True)
 class StaticDepth(HaltingPolicy):
     """Every token stops after the same `depth`, a fraction of the layers: early exit that reads no state. Causal."""
@@ -112,9 +113,8 @@ _WORD_IDS = ("function_ids", "letter_ids", "begin_ids", "end_ids")
 class WordClassHalting(HaltingPolicy):
     """All tokens of a prompt's function words stop after one layer, or all of its content words.
 
-    A function word is one token of a closed list that is a whole word; any other token with letters belongs to a content word;
-    what has no letters never stops. It reads the token after each, so it acts in prompts only. Raises ConfigError: in a run, a
-    model that was given embeddings.
+    A function word is one token of a closed list that is a whole word; any other token with letters belongs to a content word; what has no
+    letters never stops. It reads the token after each, so it acts in prompts only.
 
     Args:
         halted: function or content.
@@ -123,6 +123,9 @@ class WordClassHalting(HaltingPolicy):
         seed: of the draw.
         function_ids: tokens that read like a function word, or the name of a set, as on the command line. letter_ids: tokens with a letter.
         begin_ids, end_ids: tokens that begin with a letter, and that end with one: where one follows the other, a word goes on.
+
+    Raises:
+        ConfigError: in a run, a model that was given embeddings.
     """
 
     halted: Literal["function", "content"] = "function"
@@ -187,6 +190,8 @@ class WordClassHalting(HaltingPolicy):
 
 
 # -- a trace once more -------------------------------------------------------------------------------------------------------------
+
+
 _PREDICT = MISSING_KV.index("predict")
 
 
@@ -195,15 +200,17 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
     """The decisions of a saved trace once more: the policy apart from its execution, device and dtype (docs/design.md §4).
 
     Give the model the same batches in the same order, without `run.reset()` in between. The decisions are made already, so a
-    replay acts in every pass and counts as causal, even where the modules that made the trace looked ahead. Raises ConfigError: a
-    trace of a model with other depth, or with bit-widths that no module in `like` executes; in a pass that the trace lacks, or
-    that has other rows or tokens.
+    replay acts in every pass and counts as causal, even where the modules that made the trace looked ahead.
 
     Args:
         trace: what to repeat.
         first_pass: the trace's pass that stands for the run's first.
         like: the modules that made the trace, for what a trace does not hold: the executor of bit-widths, the translators, whether
             super-tokens draw attention in proportion to their size, how far back queries see. They decide nothing.
+
+    Raises:
+        ConfigError: a trace of a model with other depth, or with bit-widths that no module in `like` executes; in a pass that the
+            trace lacks, or that has other rows or tokens.
     """
 
     trace: Trace
@@ -339,13 +346,14 @@ def _halted(p: PassTrace) -> torch.Tensor:
 
 
 # -- its decisions on other tokens -------------------------------------------------------------------------------------------------
+
+
 def shuffled(trace: Trace, seed: int, protect_first: int = 4, protect_last: int = 1, parts: int = 1) -> Trace:
     """The same decisions on other tokens: the null at exactly the trace's budget, per layer and row.
 
     In each pass and row the decisions (halting depth, what is kept of it, resumption, K/V, fusion, bits) are permuted, each
     token's together, among the real tokens that are not protected; protected ones keep their own. A token that is to be merged
-    away goes into the next one to its right that goes on, weighted by size; where none does, it goes on itself. Raises
-    ConfigError: a trace in which K/V entries were merged while decoding, or evicted.
+    away goes into the next one to its right that goes on, weighted by size; where none does, it goes on itself.
 
     Args:
         seed: of the permutations.
@@ -353,6 +361,9 @@ def shuffled(trace: Trace, seed: int, protect_first: int = 4, protect_last: int 
         protect_last: the last tokens of a prompt, of which `Halting` spares one when it looks at the whole prompt.
         parts: equal parts of a row's tokens within which decisions are permuted. With 10, tokens of each tenth halt as often as in the
             trace, so that a rule of position alone is no better than its null.
+
+    Raises:
+        ConfigError: a trace in which K/V entries were merged while decoding, or evicted.
     """
     check_count("protect_first", protect_first)
     check_count("protect_last", protect_last)
@@ -412,6 +423,8 @@ def _fused_again(p: PassTrace) -> PassTrace:
 
 
 # -- the oracle --------------------------------------------------------------------------------------------------------------------
+
+
 @dataclass
 class _LensPrediction(TokenPolicy):
     """Decides nothing: notes by layer which columns of the pass the logit lens predicts what for: (index, predicted), (B, M)."""
@@ -438,13 +451,15 @@ def perfect_exit(
 ) -> Trace:
     """An oracle, as a trace for `Replay`: each token halts after the earliest layer whose prediction, by the logit lens, is the last layer's.
 
-    One dense run. It knows what it saves, so it bounds what a signal can. Raises ConfigError: `pass_tokens` that do not add up to
-    N.
+    One dense run. It knows what it saves, so it bounds what a signal can.
 
     Args:
         input_ids: (B, N) long; attention_mask: (B, N), 0 for padding.
         missing_kv: what later layers see of a halted token.
         pass_tokens: columns of each pass the trace is to be replayed in, such as (448, 64); None: one pass.
+
+    Raises:
+        ConfigError: `pass_tokens` that do not add up to N.
     """
     check_choice("missing_kv", missing_kv, MISSING_KV)
     pass_tokens = [input_ids.shape[1]] if pass_tokens is None else list(pass_tokens)

@@ -210,6 +210,8 @@ def _tensor_fields(cls: type) -> list[str]:
 
 
 # -- K and V of later layers -------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Translator(FittedFile):
     """K and V of later layers from the state a token stopped with: a fitted linear map instead of the layers in between.
@@ -219,14 +221,16 @@ class Translator(FittedFile):
         [k_j ; v_j] = [1, LN₀(h_ℓ)] · W_j
 
     LN₀ the norm on the way into layer ℓ without its gain, k_j before its rotation, W_j from ridge regression on calibration text
-    (`quicksilver.fitting.fit`). SwiftKV (arXiv 2410.03960) projects the state itself and retrains the projections; here the
-    weights stay frozen. Raises ConfigError: a weight of another shape than the model's, or one that is not finite.
+    (`quicksilver.fitting.fit`). SwiftKV (arXiv 2410.03960) projects the state itself and retrains the projections; here the weights stay frozen.
 
     Attributes:
         source_layer: ℓ, the layer that the tokens do not go through any more; K and V of ℓ+1 … L−1 are predicted.
         weight: (1 + D, L−1−ℓ, 2, H_kv, head_dim) float32: constant first, then the normalised state; K, then V.
         shape: of the model.
         provenance: fit text and its digest, tokens, ridge, what was left out of the text, control (if it is one).
+
+    Raises:
+        ConfigError: a weight of another shape than the model's, or one that is not finite.
     """
 
     source_layer: int
@@ -308,11 +312,13 @@ def translator_files(entry: Mapping[str, Any], model_folder: Path) -> list[Path]
 
 
 def translator_for(architecture: Architecture, source: str | Path | BoundTranslator, source_layer: int) -> BoundTranslator:
-    """The translator that a configuration names, for tokens that stop before `source_layer`, checked against the model. Raises
-    ConfigError: none ships with this model, or none from that layer; a file that is none, or one of another model or layer.
+    """The translator that a configuration names, for tokens that stop before `source_layer`, checked against the model.
 
     Args:
         source: `embedded`, one that ships with the model; the path of one; or one that is bound already.
+
+    Raises:
+        ConfigError: none ships with this model, or none from that layer; a file that is none, or one of another model or layer.
     """
     instead = f"{Translator.remedy} layers=[{source_layer}]."
     if isinstance(source, BoundTranslator) or str(source) != EMBEDDED:
@@ -335,17 +341,21 @@ def translator_for(architecture: Architecture, source: str | Path | BoundTransla
 
 
 # -- the head's input, from states in the middle -------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Lens(FittedFile):
     """What the model would predict from a state in the middle, by a linear map for each layer (tuned lens, arXiv 2303.08112).
 
-    The logit lens reads a middle state as if it were the last one, which an untuned model's early states are not. Here the head
-    is given [1, LN₀(h_ℓ)] · W_ℓ: LN₀ a norm without gain, W_ℓ from ridge regression of the head's own input (the paper fits by KL
-    with SGD). Raises ConfigError: a weight that is not of this shape or not finite.
+    The logit lens reads a middle state as if it were the last one, which an untuned model's early states are not. Here the head is given
+    [1, LN₀(h_ℓ)] · W_ℓ: LN₀ a norm without gain, W_ℓ from ridge regression of the head's own input (the paper fits by KL with SGD).
 
     Attributes:
         weight: (L-1, 1 + D, D) float32, of the states after each layer but the last: constant first, then the normalised state.
         provenance: text and its digest, tokens, ridge.
+
+    Raises:
+        ConfigError: a weight that is not of this shape or not finite.
     """
 
     weight: torch.Tensor

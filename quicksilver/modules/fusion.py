@@ -23,6 +23,8 @@ from quicksilver.runtime.reading import read_json
 from quicksilver.runtime.view import CacheView, LayerView
 
 # -- joining neighbours ------------------------------------------------------------------------------------------------------------
+
+
 # Rounds of `_grow`. A chain of d neighbours, each closer than the next, takes d rounds by distance. Longer chains (the states of
 # repetitive text converge step by step) are cut at places spread evenly; after three such rounds no two of them are side by side.
 _BY_DISTANCE, _BY_PLACE = 5, 3
@@ -32,7 +34,6 @@ def group_closest(
     distance: torch.Tensor, active: torch.Tensor, size: torch.Tensor, max_group: int | None, k: torch.Tensor | None
 ) -> torch.Tensor:
     """Join consecutive active tokens, closest first, into groups that go into their last. No host sync, no loop over tokens.
-    Returns (B, M) long: the column of the token that each goes into, its own where nothing happens.
 
     Args:
         distance: (B, M), of each token to the active one before it; +inf: the two may not be joined.
@@ -40,6 +41,9 @@ def group_closest(
         size: (B, M) float, original tokens that each stands for.
         max_group: that many original tokens a group may stand for; None: any number.
         k: (B, 1) long, joins a row, fewer where fewer are possible; None: all that are possible.
+
+    Returns:
+        (B, M) long: the column of the token that each goes into, its own where nothing happens.
     """
     order, active = active_first(active)
     distance = distance.gather(1, order).masked_fill(~active, math.inf)
@@ -87,6 +91,8 @@ def active_first(active: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 # -- how far apart two tokens are --------------------------------------------------------------------------------------------------
+
+
 DISTANCES = ("l2", "relative", "cosine")
 
 
@@ -174,6 +180,8 @@ def _mean_norm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 # -- which tokens are never fused --------------------------------------------------------------------------------------------------
+
+
 def occurrences(ids: torch.Tensor, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
     """Tokens of `ids` (B, N) long that are part of one of the sequences: (B, N) bool."""
     found = torch.zeros_like(ids, dtype=torch.bool)
@@ -212,6 +220,8 @@ def _counts(value: Any, rare_below: int) -> torch.Tensor | None:
 
 
 # -- the module --------------------------------------------------------------------------------------------------------------------
+
+
 @dataclass(kw_only=True)
 class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
     """Carry neighbours whose states are close on as one super-token, in the slot of the last of them (paper 2.3, App. D, I).
@@ -221,10 +231,8 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
     close to the next. `rule="capacity"`: in every row exactly the k closest pairs fuse, k a share of the row's own real tokens
     (fewer only where the exemptions and `max_group` leave fewer). A later fusion layer fuses super-tokens again.
 
-    What token t becomes depends on what follows it, so fusion acts in prompts only (docs/fusion-and-causality.md). A sliding
-    window sees a super-token as long as it reaches its slot, that of its last part. Raises ConfigError: by `bind`, options that
-    leave no layer to fuse in; in a run, a `max_group` larger than the prompt, options by id on a model that was given embeddings,
-    or `token_counts` of a smaller vocabulary.
+    What token t becomes depends on what follows it, so fusion acts in prompts only (docs/fusion-and-causality.md). A sliding window
+    sees a super-token as long as it reaches its slot, that of its last part.
 
     Which tokens are exempt:
         exempt_ids, exempt_mask: by id, or by slot: a bool tensor (S,) or (B, S).
@@ -274,6 +282,10 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
             mean by size. An entry has a slot and no token id, so of the exemptions only `protect_first` and `protect_last` (the
             newest tokens) hold there. 0: never.
         lookahead: fuse outside prompts too, the paper's variant, which leaks; every number it touches is marked.
+
+    Raises:
+        ConfigError: by `bind`, options that leave no layer to fuse in; in a run, a `max_group` larger than the prompt, options by id on a
+            model that was given embeddings, or `token_counts` of a smaller vocabulary.
     """
 
     exempt_ids: TokenIds = ()
@@ -492,17 +504,21 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
 
 
 # -- K/V entries, while decoding ---------------------------------------------------------------------------------------------------
+
+
 def merge_new_entries(
     view: CacheView, *, kind: str, share: float, max_group: int | None, protect_first: int, protect_last: int, seed: int
 ) -> torch.Tensor:
-    """Merge those entries that came since the last merge whose keys are closest to their neighbour's. Returns (B, K) long, as
-    `MergePolicy.merge_cache`.
+    """Merge those entries that came since the last merge whose keys are closest to their neighbour's.
 
     Args:
         kind: of the distance between keys (`NeighbourDistance`), or `random` by `seed`.
         share: of the new entries, merged into others.
         max_group: original tokens an entry may stand for; None: any number.
         protect_first, protect_last: entries of the first slots of the sequence and of its newest tokens are left alone.
+
+    Returns:
+        (B, K) long, as `MergePolicy.merge_cache`.
     """
     free = view.present & (view.slots >= view.n_seen - view.n_new) & (view.slots < view.n_seen - protect_last)
     free &= view.slots >= protect_first

@@ -44,8 +44,7 @@ class HaltingPolicy(TokenPolicy):
     """What all halting policies share: where they act, which tokens never or always halt, what later layers see of halted ones.
 
     A subclass implements `choose`, its own choice. Full processing takes precedence over forced halting, and forced halting over
-    that choice (2.1; the formula there contradicts its text, docs/conflicts.md #8). Raises ConfigError: by `bind`, options that
-    leave no layer to halt at.
+    that choice (2.1; the formula there contradicts its text, docs/conflicts.md #8).
 
     Args:
         window: first and last point of the depth at which a token may halt, as fractions of it (G.2: 6 to 24 of 30).
@@ -61,6 +60,9 @@ class HaltingPolicy(TokenPolicy):
 
     Class attributes:
         chooses_causally: whether `choose` reads tokens up to t only, about t.
+
+    Raises:
+        ConfigError: by `bind`, options that leave no layer to halt at.
     """
 
     window: Fractions = (0.2, 0.8)
@@ -188,9 +190,8 @@ class Halting(HaltingPolicy, Calibrated):
     `rule="threshold"`, the paper's: a token halts when its drift *and* its entropy are below the layer's thresholds. Causal.
     Drift is tested first and entropy only of the tokens that passed, because the output head costs more than three layers.
     `rule="capacity"`: in every row exactly the k tokens of lowest `signal` halt, k a share of the row's own real tokens, by a
-    schedule over depth. It reads the whole prompt, so it acts in prompts only; its shapes do not depend on the data. Several
-    layers with a choice of their own each: `StagedHalting`. Raises ConfigError: a threshold below 0, not finite or of the wrong
-    length, or a percentile without a calibration.
+    schedule over depth. It reads the whole prompt, so it acts in prompts only; its shapes do not depend on the data.
+    Several layers with a choice of their own each: `StagedHalting`.
 
     Args:
         preset: the paper's thresholds as printed, `paper-b2`, `paper-g2` or `paper-fig9` (`PRESETS`); replaces what it names.
@@ -206,6 +207,9 @@ class Halting(HaltingPolicy, Calibrated):
         halted_share: share of the row's real tokens that have halted at the end of the schedule.
         alpha: per layer, App. J: 0.05 to 0.1.
         resume_layers: 4: a tenth of the damage at the same saving (docs/design.md §4).
+
+    Raises:
+        ConfigError: a threshold below 0, not finite or of the wrong length, or a percentile without a calibration.
     """
 
     preset: str | None = None
@@ -239,13 +243,15 @@ class Halting(HaltingPolicy, Calibrated):
         """Halting inside prompts that saves about `save` of their executed FLOPs, its own signal included, on any model.
 
         Which tokens leave depends on the text, how many does not: three passes over a prompt of arbitrary tokens find the share.
-        Raises ConfigError: a share that cannot be saved, prompts in which all tokens are protected. UnsupportedModelError: no
-        adapter for the model.
 
         Args:
             save: share of the FLOPs, between 0 and 1.
             prompt_tokens: length of the prompts that are meant; the signal weighs more in short ones.
             options: further ones of `Halting`, but for rule, signal, schedule and share.
+
+        Raises:
+            ConfigError: a share that cannot be saved, prompts in which all tokens are protected.
+            UnsupportedModelError: no adapter for the model.
         """
         check_share("save", save)
         check_count("prompt_tokens", prompt_tokens, 2)

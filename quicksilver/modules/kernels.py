@@ -95,9 +95,8 @@ class FastestLinear(Transform, ChoosesKernels):
     a few seconds (`runtime.quantized.kernels.choose`); the layer as it is stands among the candidates. Under the harness a measurement is kept in the
     results folder for the machine, and what was chosen is part of the run's identity: the formats round differently.
 
-    What differs from `int8_dynamic`: with `auto` the number format depends on how many rows a product has, so a sequence alone
-    and in a batch, or a prompt and a decoded token, may be rounded differently. Raises ConfigError: an unknown kernel.
-    KernelError: by `apply`, a kernel that this machine lacks or computes wrongly.
+    What differs from `int8_dynamic`: with `auto` the number format depends on how many rows a product has, so a sequence alone and in a
+    batch, or a prompt and a decoded token, may be rounded differently.
 
     Args:
         product: `auto`, or the name of a kernel of `runtime.quantized.kernels` for every product that it can compute; others stay as
@@ -105,6 +104,10 @@ class FastestLinear(Transform, ChoosesKernels):
 
     Attributes:
         choices: what was measured; None: `auto` measures when it is applied, once in a process.
+
+    Raises:
+        ConfigError: an unknown kernel.
+        KernelError: by `apply`, a kernel that this machine lacks or computes wrongly.
     """
 
     product: str = "auto"

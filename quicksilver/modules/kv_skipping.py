@@ -25,8 +25,7 @@ class KVSkipping(TokenPolicy, Calibrated):
     `halted` (2.2): tokens as they halt. Causal. `attention` (C.2): tokens that go on, when in this layer the most attention any
     head of any observing query gives them is below `tau_kv`, or they are in the `skipped_share` that gets least (once, at
     `min_depth`). `halted_and_attention` (C.4): tokens as they halt, if that attention is below `tau_kv`. What later queries
-    attend to is known in a prompt only, so the last two act in prompts only. Raises ConfigError: an option out of range, `tau_kv`
-    and `skipped_share` both or neither where one is needed.
+    attend to is known in a prompt only, so the last two act in prompts only.
 
     Args:
         criterion: as above.
@@ -40,6 +39,9 @@ class KVSkipping(TokenPolicy, Calibrated):
         protect_last: and of the last tokens of a prompt, which makes the module non-causal. The observing queries always stay.
         calibration: a `Calibration` or the path of one; percentiles need it.
         lookahead: act outside prompts too although it looks ahead; every number it touches is marked.
+
+    Raises:
+        ConfigError: an option out of range, `tau_kv` and `skipped_share` both or neither where one is needed.
     """
 
     criterion: Literal["halted", "attention", "halted_and_attention"] = "halted"

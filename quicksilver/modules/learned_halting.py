@@ -22,8 +22,7 @@ PLACE_FEATURES = 2
 
 @dataclass(frozen=True)
 class TrainedGates(FittedFile):
-    """Gates as a file holds them. Raises ConfigError: weights that do not fit each other, or are not finite; a decision that
-    saves nothing.
+    """Gates as a file holds them.
 
     Attributes:
         layers: after which a token may halt, 0-based, ascending.
@@ -31,6 +30,9 @@ class TrainedGates(FittedFile):
         n_layers: of the model. weights_digest: `model_digest` of the model; empty: of any with these layers and this width.
         missing_kv: what later layers saw of halted tokens in training; predicts: layers where their K/V were predicted.
         provenance: how they were trained.
+
+    Raises:
+        ConfigError: weights that do not fit each other, or are not finite; a decision that saves nothing.
     """
 
     layers: tuple[int, ...]
@@ -73,14 +75,16 @@ class TrainedGates(FittedFile):
 class LearnedHalting(HaltingPolicy):
     """A token halts after a decision layer where its gate p = σ(w · LN(h) + b) is below the threshold. Deterministic.
 
-    Causal, but for gates that read a token's place in the prompt, for which the prompt's end must be known. How gates are
-    trained, and what of it the paper says: docs/learned-halting.md. Raises ConfigError: a threshold outside 0 to 1; by `bind`,
-    gates of another model, and with `predict` gates where no translator ships.
+    Causal, but for gates that read a token's place in the prompt, for which the prompt's end must be known. How gates are trained, and what of
+    it the paper says: docs/learned-halting.md.
 
     Args:
         gates: the name of gates that ship with the model, such as `predict`; the path of a file of gates; or gates.
         threshold: p below which a token halts: ½, the paper's, or one number for each decision layer; 0: nobody.
         missing_kv: None: what the gates were trained with, layer by layer.
+
+    Raises:
+        ConfigError: a threshold outside 0 to 1; by `bind`, gates of another model, and with `predict` gates where no translator ships.
     """
 
     gates: TrainedGates | Path | str = "predict"
@@ -174,8 +178,12 @@ def _files(source: str, model_folder: Path | None = None) -> list[Path]:
 
 def gate_files(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:
     """The files that decide what a module with these arguments halts, and what later layers see of it; none where it has no
-    gates. Raises UnavailableError: a model that ships with the package, and without such gates. ConfigError: a file that cannot
-    be read as gates."""
+    gates.
+
+    Raises:
+        UnavailableError: a model that ships with the package, and without such gates.
+        ConfigError: a file that cannot be read as gates.
+    """
     source = entry.get("gates")
     if not isinstance(source, str | Path):
         return []

@@ -34,7 +34,6 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
     H < tau_low: the least of three `widths`; H > tau_high: the greatest; between them, bounds included: the middle one. Of two
     widths, tokens above tau_high get the greater where that is 8 or 16 bits ("no 2-bit" in Table 3); of 2 and 4 bits, tokens
     below tau_low get 2. Codes are nested (`runtime.quantized.codes.encode`). Causal, unless entropies are normalised by `minmax`.
-    Raises ConfigError: widths other than 2, 4, 8, 16; thresholds out of order; options that exclude one another.
 
     Args:
         depth: fraction of the layers gone through when widths are decided (layer 15 of 30, G.4).
@@ -66,6 +65,9 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
         kv_group_size: values of a head that share a scale there.
         beta: what the paper's ledger charges a width: `bits_over_16`, or App. J's `app_j` (docs/conflicts.md #22).
         lookahead: act outside prompts too, although `minmax` looks ahead; every number it touches is marked.
+
+    Raises:
+        ConfigError: widths other than 2, 4, 8, 16; thresholds out of order; options that exclude one another.
     """
 
     depth: Share = 0.5

@@ -254,11 +254,13 @@ def signal_names() -> dict[str, type[Signal]]:
 
 
 def make_signal(spec: SignalSpec, **defaults: object) -> Signal:
-    """The signal a config names: `"attention"`, `{"name": "attention", "last_queries": 32}`, or a `Signal` as it is. Raises
-    ConfigError: an unknown name or option.
+    """The signal a config names: `"attention"`, `{"name": "attention", "last_queries": 32}`, or a `Signal` as it is.
 
     Args:
         defaults: options used where `spec` does not give them and the signal has them.
+
+    Raises:
+        ConfigError: an unknown name or option.
     """
     if isinstance(spec, Signal):
         return spec
@@ -274,11 +276,13 @@ def make_signal(spec: SignalSpec, **defaults: object) -> Signal:
 
 
 def lowest(scores: torch.Tensor, eligible: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """The k lowest scores of each row among `eligible`; ties go to the earlier token, NaN comes last. No host sync. Returns (B,
-    M) bool.
+    """The k lowest scores of each row among `eligible`; ties go to the earlier token, NaN comes last. No host sync.
 
     Args:
         scores: (B, M); eligible: (B, M) bool; k: (B, 1) long, capped at what is eligible.
+
+    Returns:
+        (B, M) bool.
     """
     order = scores.argsort(dim=1, stable=True)
     candidates = eligible.gather(1, order)

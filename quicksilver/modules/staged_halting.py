@@ -30,12 +30,12 @@ from quicksilver.runtime.reading import read_bytes
 from quicksilver.runtime.translation import KVTranslator
 from quicksilver.runtime.view import LayerView
 
-
 # -- stages ------------------------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stage(Options):
-    """One stage of halting. Raises ConfigError: an option out of range, none or several of the four amounts, `predict` without a
-    translator.
+    """One stage of halting.
 
     Args:
         before: the first layer that its tokens do not go through: a 0-based index (int), or a fraction of the depth (float).
@@ -49,6 +49,9 @@ class Stage(Options):
         translator: for `predict`: the path of a fitted translator, or `embedded` for the one that ships with the model.
         protect_first, protect_last: tokens that this stage does not halt; None: as many as the module protects. Earlier stages do
             not halt them either, so that they are there when this stage is reached.
+
+    Raises:
+        ConfigError: an option out of range, none or several of the four amounts, `predict` without a translator.
     """
 
     before: int | float
@@ -138,11 +141,14 @@ def share_in_tiles(n_tokens: torch.Tensor, share: float, multiple_of: int) -> to
 def stages_of(
     value: Sequence[Stage | Mapping], *, missing_kv: str, protect_first: int, protect_last: int | None
 ) -> tuple[Stage, ...]:
-    """The stages that a configuration gives, with the module's options where they give none. Raises ConfigError: what `Stage`
-    refuses; an unknown option; stages out of order; shares that add up to more than all; a stage after one that halts the rest.
+    """The stages that a configuration gives, with the module's options where they give none.
 
     Args:
         protect_last: None: 1, or 0 where all stages are causal.
+
+    Raises:
+        ConfigError: what `Stage` refuses; an unknown option; stages out of order; shares that add up to more than all;
+            a stage after one that halts the rest.
     """
     if not value:
         raise ConfigError("stages=[] names no stage: give one or more, such as [{before: 3, count: 96, signal: position}].")
@@ -222,18 +228,22 @@ def halted_before(stages: Sequence[Stage], index: int, n_tokens: int) -> int | N
 
 
 # -- the module --------------------------------------------------------------------------------------------------------------------
+
+
 @dataclass(kw_only=True)
 class StagedHalting(HaltingPolicy, Calibrated):
     """Tokens of a prompt halt in stages, each with its own layer, amount, signal and `missing_kv`.
 
-    Numbers and shares are of each row's own real tokens. It acts in prompts only, unless all stages are thresholds on causal
-    signals. Raises ConfigError: what `Stage` refuses; stages out of order, or that halt more than there is; by `bind`, a stage
-    that leaves no layer to save; in a run, a `count` larger than what a prompt has left.
+    Numbers and shares are of each row's own real tokens. It acts in prompts only, unless all stages are thresholds on causal signals.
 
     Args:
         stages: `Stage`s, or mappings of their options, in order of depth. `missing_kv`, `protect_first` and `protect_last` of the
             module are for stages that give none; forced tokens halt at the first stage.
         calibration: a `Calibration` or the path of one; percentiles in `below` need it.
+
+    Raises:
+        ConfigError: what `Stage` refuses; stages out of order, or that halt more than there is; by `bind`, a stage that leaves no
+            layer to save; in a run, a `count` larger than what a prompt has left.
     """
 
     stages: Sequence[Stage | Mapping[str, Any]] = (
@@ -324,9 +334,11 @@ class StagedHalting(HaltingPolicy, Calibrated):
 
 
 # -- two stages, chosen for a model ------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Schedule(Options):
-    """Which tokens of a prompt stop where. Raises ConfigError: a share outside [0, 1], layers out of order.
+    """Which tokens of a prompt stop where.
 
     Args:
         drop_before: the layer (from 0) before which the oldest stop and are dropped.
@@ -334,6 +346,9 @@ class Schedule(Options):
         predict_before: the layer before which all others stop, but the protected; their K/V are predicted from there.
         protect_first, protect_last: tokens that go through all layers.
         tile: what the drop leaves of a prompt is a multiple of it.
+
+    Raises:
+        ConfigError: a share outside [0, 1], layers out of order.
     """
 
     drop_before: Positive
@@ -435,14 +450,17 @@ def shipped_with_schedules() -> list[str]:
 class PresetHalting(TokenPolicy):
     """Halting by a `Schedule` (`P@ℓ`): the model's own at a budget, or one that is given.
 
-    Acts in prompts only, as where a prompt ends decides who stops. Raises ConfigError: neither a share nor a schedule; by `bind`:
-    no schedule for this model at that budget, a stage that the model has no layer for, a translator that does not fit.
+    Acts in prompts only, as where a prompt ends decides who stops.
 
     Args:
         save: share of the prompt's executed FLOPs for which the model's schedule was chosen, 0 to 1.
         schedule: a file of `quicksilver schedule`, in place of what ships with the model; or a schedule, or its fields, and `save` is unread.
         missing_kv: what later layers see of the second stage's tokens: `predict`, or what it is compared with.
         translator: `embedded`, what ships with the model or lies beside the schedule's file; or the path of one.
+
+    Raises:
+        ConfigError: neither a share nor a schedule; by `bind`: no schedule for this model at that budget, a stage that the model has no
+            layer for, a translator that does not fit.
     """
 
     save: InnerShare | None = 0.4

@@ -121,8 +121,14 @@ def restore(
 
 
 def save(
-    folder: Path, recipe: Any, model: torch.nn.Module, optims: Sequence[torch.optim.Optimizer], step: int, history: History, seconds: float
-) -> None:  # fmt: skip
+    folder: Path,
+    recipe: Any,
+    model: torch.nn.Module,
+    optims: Sequence[torch.optim.Optimizer],
+    step: int,
+    history: History,
+    seconds: float,
+) -> None:
     """Replace the last state, by one rename."""
     moments = [optim.state_dict()["state"] for optim in optims]
     file = TrainingFile(folder / STATE, {"recipe": dataclasses.asdict(recipe)})

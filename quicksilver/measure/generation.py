@@ -153,9 +153,13 @@ def _row(bench: Bench, way: str, number: int, prompt: torch.Tensor, ours: list[i
 
 
 def continued(
-    model: Any, prompts: torch.Tensor, new_tokens: int, noise: Sequence[torch.Generator] | None = None, temperature: float = 1.0,
+    model: Any,
+    prompts: torch.Tensor,
+    new_tokens: int,
+    noise: Sequence[torch.Generator] | None = None,
+    temperature: float = 1.0,
     ends: Sequence[int] = (),
-) -> list[list[int]]:  # fmt: skip
+) -> list[list[int]]:
     """At most `new_tokens` tokens after each of prompts (P, N), up to the first of `ends`, which is not among them. `noise` is
     one generator a prompt, of the draws; None: the likeliest token. Raises QuickSilverError: logits that are not finite."""
     import torch

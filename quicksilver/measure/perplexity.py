@@ -313,9 +313,14 @@ def score(
 
 
 def _scored(
-    run: Run, model: PreTrainedModel, start: int, batch: torch.Tensor, protocol: Protocol, token_bytes: torch.Tensor | None,
+    run: Run,
+    model: PreTrainedModel,
+    start: int,
+    batch: torch.Tensor,
+    protocol: Protocol,
+    token_bytes: torch.Tensor | None,
     dense: DenseLogits | None,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """The rows of one batch of windows (B, N), of which the first is number `start`."""
     scores, apart, ledgers, rows = [], [], [], []
     first_pass, before = len(run.trace.passes), run.flops

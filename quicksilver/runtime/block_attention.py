@@ -73,9 +73,13 @@ def attention_in_blocks(architecture: Architecture, block: int) -> Iterator[None
 
 
 def _attend(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
     **options: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+) -> tuple[torch.Tensor, None]:
     """query (B, H, Q, head_dim), key and value (B, H_kv, K, head_dim), mask (1 or B, 1, Q, K) -> (B, Q, H, head_dim), as sdpa gives it."""
     queries, keys = query.shape[2], key.shape[2]
     causal = attention_mask is None and getattr(module, "is_causal", True)

@@ -234,9 +234,14 @@ class TokenState:
         return torch.where(found & self.active.gather(1, before), before, own)
 
     def halt(
-        self, mask: torch.Tensor, *, missing_kv: str = "project", translator: KVTranslator | None = None,
-        resume_layers: int = 0, count_per_row: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        mask: torch.Tensor,
+        *,
+        missing_kv: str = "project",
+        translator: KVTranslator | None = None,
+        resume_layers: int = 0,
+        count_per_row: int | None = None,
+    ) -> None:
         """Freeze tokens from the next layer on.
 
         Args:

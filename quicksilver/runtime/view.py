@@ -89,9 +89,11 @@ class LayerView:
         return self._of_logits(mask, margin)
 
     def _of_logits(
-        self, mask: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor],
+        self,
+        mask: torch.Tensor,
+        reduce: Callable[[torch.Tensor], torch.Tensor],
         head_input: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         selected = self.after[mask]
         if selected.shape[0] == 0:
             return selected.new_zeros(0, dtype=torch.float32)
@@ -180,17 +182,27 @@ class Deciding:
     counts = True
 
     def __init__(
-        self, machine: Machine, logits: Callable[..., torch.Tensor], merging: Sequence[MergePolicy], evicting: Sequence[EvictionPolicy]
-    ) -> None:  # fmt: skip
+        self,
+        machine: Machine,
+        logits: Callable[..., torch.Tensor],
+        merging: Sequence[MergePolicy],
+        evicting: Sequence[EvictionPolicy],
+    ) -> None:
         self.machine, self._logits, self.merging, self.evicting = machine, logits, merging, evicting
 
     # -- tokens ------------------------------------------------------------------------------------------------------------------
 
     @phase("decide")
     def about_tokens(
-        self, policies: Sequence[TokenPolicy], call: LayerCall, forward: Forward, result: LayerResult, *, watched: bool,
+        self,
+        policies: Sequence[TokenPolicy],
+        call: LayerCall,
+        forward: Forward,
+        result: LayerResult,
+        *,
+        watched: bool,
         attention_output: torch.Tensor | None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """Ask `policies` about a layer that ran; returns its output (B, N, D), with merged and quantised states put in.
 
         Args:
@@ -239,9 +251,14 @@ class Deciding:
         self._count(forward, max(0, counter.get_total_flops() - (forward.work.signal_flops_of_rank - counted)))
 
     def _view(
-        self, call: LayerCall, forward: Forward, result: LayerResult, after: torch.Tensor, watched: bool,
+        self,
+        call: LayerCall,
+        forward: Forward,
+        result: LayerResult,
+        after: torch.Tensor,
+        watched: bool,
         attention_output: torch.Tensor | None,
-    ) -> LayerView:  # fmt: skip
+    ) -> LayerView:
         packing, slots = result.packing, forward.decisions.slots
         own_slots = packing.take(slots) if result.slots is None else result.slots
         arch, work = self.machine.arch, forward.work

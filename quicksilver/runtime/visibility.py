@@ -91,9 +91,14 @@ class Visibility:
         return visible
 
     def mask(
-        self, layer: int, queries: torch.Tensor, real: torch.Tensor | None, entries: Entries, valid: torch.Tensor | None,
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        real: torch.Tensor | None,
+        entries: Entries,
+        valid: torch.Tensor | None,
         all_seen: bool = False,
-    ) -> torch.Tensor | None:  # fmt: skip
+    ) -> torch.Tensor | None:
         """The attention mask of a layer: slots of queries (B, A), entries (B, K) -> (B, 1, A, K); None: every query sees every key.
 
         Boolean for sdpa, additive for eager and where super-tokens weigh more: log size is added to their scores (ToMe, arXiv 2210.09461).
@@ -129,9 +134,18 @@ class Visibility:
         return bias.masked_fill(~visible, torch.finfo(dtype).min)
 
     def attention_received(
-        self, layer: int, before: torch.Tensor, rotary: Rotary | None, slots: torch.Tensor, real: torch.Tensor,
-        attended: Attended, *, last_queries: int | None, reduce: str, n_slots: int,
-    ) -> tuple[torch.Tensor, int]:  # fmt: skip
+        self,
+        layer: int,
+        before: torch.Tensor,
+        rotary: Rotary | None,
+        slots: torch.Tensor,
+        real: torch.Tensor,
+        attended: Attended,
+        *,
+        last_queries: int | None,
+        reduce: str,
+        n_slots: int,
+    ) -> tuple[torch.Tensor, int]:
         """Attention that keys receive from the last active tokens of a view: a small q·k product, not the full matrix.
 
         Args:

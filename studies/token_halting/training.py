@@ -114,9 +114,17 @@ class Trained:
 
 
 def train(
-    model: PillarDetector, data: Batch, recipe: Recipe, *, gates: HaltingGates | None = None, policy: Policy | None = None,
-    teacher: PillarDetector | None = None, checkpoint: Path | None = None, every: int = 50, progress: Steps = iter,
-) -> Trained:  # fmt: skip
+    model: PillarDetector,
+    data: Batch,
+    recipe: Recipe,
+    *,
+    gates: HaltingGates | None = None,
+    policy: Policy | None = None,
+    teacher: PillarDetector | None = None,
+    checkpoint: Path | None = None,
+    every: int = 50,
+    progress: Steps = iter,
+) -> Trained:
     """`model` after `recipe`, trained in place.
 
     Args:

@@ -93,8 +93,13 @@ def weight_of(linear: nn.Module) -> torch.Tensor:
 
 
 def _by_rows(
-    linear: nn.Module, product: Product, *, dtype: torch.dtype = torch.float32, channels: torch.Tensor | None = None, greatest: int = 127
-) -> Product:  # fmt: skip
+    linear: nn.Module,
+    product: Product,
+    *,
+    dtype: torch.dtype = torch.float32,
+    channels: torch.Tensor | None = None,
+    greatest: int = 127,
+) -> Product:
     """A layer as `product` of rows that are whole numbers from -greatest to greatest, still floats, each with a scale of its own.
 
     Args:

@@ -72,9 +72,15 @@ class SimulatedExecutor(PrecisionExecutor):
     kernel = "float products of dequantised values"
 
     def __init__(
-        self, *, scope: str = "linear", weights: str = "float", group_size: int | None = 32, kv: bool = True,
-        kv_group_size: int = 32, beta: Mapping[int, float] = BETA,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        scope: str = "linear",
+        weights: str = "float",
+        group_size: int | None = 32,
+        kv: bool = True,
+        kv_group_size: int = 32,
+        beta: Mapping[int, float] = BETA,
+    ) -> None:
         self.scope, self.weights, self.group_size = scope, weights, group_size
         self.kv, self.kv_group_size, self.beta = kv, kv_group_size, beta
         self.forget()
@@ -123,9 +129,13 @@ class SimulatedExecutor(PrecisionExecutor):
         return by_width.quantize_dequantize(states.flatten(0, 1), self.group_size).view_as(states)
 
     def _linear(
-        self, linear: LinearLayer, original: Callable[[torch.Tensor], torch.Tensor], by_width: ByWidth, seen: dict[str, Any],
+        self,
+        linear: LinearLayer,
+        original: Callable[[torch.Tensor], torch.Tensor],
+        by_width: ByWidth,
+        seen: dict[str, Any],
         x: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """`linear`(x) with x (..., D), its tokens at their widths."""
         if seen.get("input") is not x:  # q, k and v read the same input: it is coded once
             seen["input"], seen["parts"] = x, self._parts(x.reshape(-1, x.shape[-1]), by_width)

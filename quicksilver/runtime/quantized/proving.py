@@ -33,9 +33,13 @@ _PROVED: dict[tuple[str, str], str | None] = {}  # in this process, by processor
 
 
 def wrong(
-    kernel: str, device: str, product: CodesProduct, bound: float, codes: tuple[int, int] = (-128, 127),
+    kernel: str,
+    device: str,
+    product: CodesProduct,
+    bound: float,
+    codes: tuple[int, int] = (-128, 127),
     most_rows: int | None = None,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """What is wrong with a kernel here, in a clause; None: its error is below `bound` at the worst codes.
 
     Args:

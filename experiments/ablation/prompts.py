@@ -126,8 +126,8 @@ FAR: Members = {
 }
 OURS_FAR = ("predicted", "protected", "learned")
 # Schedules that protect three tiles. On 64 calibration windows, that of reference-gpt2 has as much KL as the shipped one, and twice as many tokens
-# until the first that differs; reference-llama wins nothing by its own (docs/predicted-kv.md). For far-gpt2 none was searched: it has
-# that of reference-gpt2, and so has any other model.
+# until the first that differs; reference-llama wins nothing by its own (docs/predicted-kv.md). For far-gpt2 and far-llama none was
+# searched: they have that of reference-gpt2, and so has any other model.
 _GPT2_92 = "{drop_before:3,drop_share:0.285714,predict_before:10,protect_first:4,protect_last:92,tile:32}"
 LAST_92 = {
     FIRST: _GPT2_92,

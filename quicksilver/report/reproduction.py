@@ -186,6 +186,7 @@ class Variant(NamedTuple):
 VARIANTS = tuple(
     Variant(name, title, tuple(words.split()))
     for name, title, words in (
+        ("far-llama-python-source", "far-llama · python-source", "model=far-llama"),
         # Models that use little of their context.
         ("reference-gpt2-python-docs", "reference-gpt2 · python-docs", "model=reference-gpt2 dataset=python-docs"),
         ("reference-llama-python-docs", "reference-llama · python-docs", "model=reference-llama dataset=python-docs"),

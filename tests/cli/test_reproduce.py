@@ -454,6 +454,7 @@ def test_numbers_of_the_findings_are_cells_of_committed_tables(tmp_path):
 
 
 LLAMA, GPT2 = "table_front-reference-llama-python-docs", "table_front-reference-gpt2-python-docs"
+FAR_LLAMA = "table_front-far-llama-python-source"
 SEEDS, USED = "table_seeds", "table_context_used"
 SECOND, PROMPT = "reference-gpt2-seed43.continuation", "tuned.halting_prompt.15"
 
@@ -464,6 +465,11 @@ SECOND, PROMPT = "reference-gpt2-seed43.continuation", "tuned.halting_prompt.15"
     ("Tuned halting saves {:.1f}% for {:+.1f}%, predicted K/V {:.1f}% for {:+.1f}%, and truncation {:.1f}% for {:+.1f}%", [
         (GPT2, "continuation", key, column) for key in ("tuned.halting.15", "40", "truncated")
         for column in ("prompt_executed_flops_saved_pct", "delta_ppl_pct")]),
+    ("predicted K/V save {:.1f}% for {:+.1f}% [{:.1f}, {:.1f}], truncation {:.1f}% for {:+.1f}%", [
+        (FAR_LLAMA, "continuation", key, column) for key, columns in (("40", ("", "_low", "_high")), ("truncated", ("",)))
+        for column in ("prompt_executed_flops_saved_pct", *(f"delta_ppl_pct{end}" for end in columns))]),
+    ("perplexity changes by {:+.1f}% against {:+.1f}%, and {:.0f}% against {:.0f}% of the generated text", [
+        (FAR_LLAMA, "continuation", key, column) for column in ("recall_delta_ppl_pct", "agreement") for key in ("40", "truncated")]),
     ("saves {:.0f}% for {:+.0f}% on reference-llama, in the prompt only {:.0f}% for {:+.1f}%", [
         (LLAMA, "continuation", key, column) for key in ("tuned.halting.15", PROMPT) for column in ("prompt_executed_flops_saved_pct", "delta_ppl_pct")]),
     ("for truncation ({:+.1f}% against {:+.1f}%)", [(LLAMA, "continuation", key, "recall_delta_ppl_pct") for key in ("truncated", "40")]),

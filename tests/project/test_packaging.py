@@ -165,7 +165,10 @@ def test_every_package_and_every_data_file_is_shipped():
     patterns = setuptools["exclude-package-data"]["quicksilver.models"]
     left_out = [path for pattern in patterns for path in (ROOT / "quicksilver" / "models").glob(pattern)]
     assert left_out
-    assert all((path.parent / "weights.sha256").is_file() for path in left_out)  # loading says what to do, and records are found
+    weights = [
+        path for path in left_out if path.name == "model.safetensors"
+    ]  # of a lens that is left out, a run says how to fit one
+    assert all((path.parent / "weights.sha256").is_file() for path in weights)  # loading says what to do, and records are found
 
 
 def test_what_an_index_page_shows_has_no_dead_link():

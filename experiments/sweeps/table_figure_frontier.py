@@ -124,7 +124,7 @@ def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     said = (
         "A share of a prompt's tokens leaves it after a fifth of the layers; the name of the line says which ones. Static depth: all tokens but the "
         f"last leave at one depth. Bars: 95% intervals, paired by window{f'; {windows.max():g} windows' if len(windows) else ''}. "
-        "Table front scores more windows by default, so its numbers differ slightly. "
+        "Table front scores more windows by default, so its numbers differ. "
         f"Grey band: the loss of the paper's abstract, up to +{cost:.1f}%. Its {saved:g}% of FLOPs are counted by another formula and have no place "
         f"on this axis. Lines below +{near:g}% are named in the right picture, where points are moved sideways by at most half a point."
     )

@@ -50,7 +50,7 @@ def test_a_model_of_70_billion_parameters_is_planned_without_memory(folder, prin
     assert dense.seconds == pytest.approx(1 + dense.flops / 0.45e12)
     assert ours.seconds > 1 + ours.flops / 0.45e12  # and the calibration text
     out = prints("run", *words, "dataset.windows=4", "plan=true").out
-    assert "llama2-70b | python-docs | halting | all" in out
+    assert "llama2-70b | python-source | halting | all" in out
     assert "2 runs: about " in out
     assert "Weights: 128 GiB." in out
     assert ("more than the" in out) == (memory_check.memory_bytes() < dense.memory_bytes)

@@ -15,7 +15,7 @@ import torch
 from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds, is_percentile
 from quicksilver.modules.checks import TokenMask, by_id, by_place, by_slot, check_known_ids, layer_after
 from quicksilver.modules.fitted import EMBEDDED, BoundTranslator, translator_for
-from quicksilver.modules.signals import Drift, Entropy, Signal, SignalSpec, lowest, make_signal, share_of
+from quicksilver.modules.signals import Drift, Entropy, Position, Signal, SignalSpec, lowest, make_signal, share_of
 from quicksilver.runtime.architecture import Architecture, architecture_of
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import TokenPolicy
@@ -136,7 +136,8 @@ class HaltingPolicy(TokenPolicy):
             forced = by_id("forced_ids", view, self.forced_ids) | by_slot("forced_mask", view, self.forced_mask)
             self._halt(tokens, (tokens.active if full is None else tokens.active & ~full) & forced, view.layer)
         chosen = self.choose(view, tokens, tokens.active if full is None else tokens.active & ~full)
-        self._halt(tokens, chosen, view.layer, self._count_per_row(view, tokens))
+        oldest_from = self.protected_at(view.layer)[0] if self.halts_oldest(view.layer) else None
+        self._halt(tokens, chosen, view.layer, self._count_per_row(view, tokens), oldest_from)
 
     def _full(self, view: LayerView) -> torch.Tensor | None:
         """(B, M) bool: who goes through all layers; None: nobody by name or place."""
@@ -146,12 +147,15 @@ class HaltingPolicy(TokenPolicy):
         full = by_place(view, *protected)
         return full | by_id("full_ids", view, self.full_ids) | by_slot("full_mask", view, self.full_mask)
 
-    def _halt(self, tokens: TokenState, mask: torch.Tensor, layer: int, count_per_row: int | None = None) -> None:
+    def _halt(
+        self, tokens: TokenState, mask: torch.Tensor, layer: int, count_per_row: int | None = None, oldest_from: int | None = None
+    ) -> None:
         tokens.halt(
             mask,
             missing_kv=self.missing_kv_at(layer),
             resume_layers=self.resume_layers,
             count_per_row=count_per_row,
+            oldest_from=oldest_from,
             translator=self._translators.get(layer),
         )
 
@@ -162,6 +166,10 @@ class HaltingPolicy(TokenPolicy):
     def missing_kv_at(self, layer: int) -> str:
         """What later layers see of tokens that halt after `layer`."""
         return self.missing_kv
+
+    def halts_oldest(self, layer: int) -> bool:
+        """Whether `choose` takes the oldest of the tokens that may halt after `layer`, or all of them."""
+        return False
 
     def halted_share_after(self, layer: int) -> float | None:
         """Share of a row's tokens that have halted once `choose` was asked after `layer`; None: it depends on the data."""
@@ -313,6 +321,9 @@ class Halting(HaltingPolicy, Calibrated):
 
     def wants_attention(self, layer: int) -> bool:
         return self.rule == "capacity" and self._signal.needs_attention and self.acts_at(layer)
+
+    def halts_oldest(self, layer: int) -> bool:
+        return self.rule == "capacity" and isinstance(self._signal, Position)
 
     def halted_share_after(self, layer: int) -> float | None:
         return self._halted_shares[layer] if self.rule == "capacity" else None

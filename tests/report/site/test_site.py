@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 from browser import Page, started
 from harness_world import make_world
+from saying import unsaid
 from thinning import first
 
 from quicksilver.cli import main as console
@@ -169,9 +170,7 @@ def test_a_table_of_another_model_is_linked_from_the_default_one_and_back(copy):
     make(copy)
     first, there, other = ((copy / "report" / f"{page}.html").read_text() for page in ("index", "table11", name))
     assert f'<a href="{name}.html">{variant.title}</a>' in there
-    assert f'<a href="table11.html">{DEFAULT}</a>' in other
-    assert f"<strong>{variant.title}</strong>" in other
-    assert variant.overrides[0] in other
+    assert unsaid(other, f'<a href="table11.html">{DEFAULT}</a>', f"<strong>{variant.title}</strong>", variant.overrides[0]) == []
     (line,) = [line for line in first.splitlines() if f"{name}.html" in line]
     assert 'href="table11.html"' in line  # in the default's line, not in one of its own
     assert "Model and text" not in (copy / "report" / "figure99.html").read_text()
@@ -198,8 +197,7 @@ def test_many_records_that_nothing_names_have_short_pages_and_a_frame(copy, reco
     name, delta = f"runs/{share.fingerprint}.html", f"{100 * (share.quality.ppl / share.dense.ppl - 1):+.2f}%"
     for site, is_whole in ((whole, True), (brief, False)):
         page = site[name].decode()
-        assert delta in page
-        assert "No table or figure names it." in page
+        assert unsaid(page, delta, "No table or figure names it.") == []
         assert ("Window by window" in page) == ('class="interval"' in page) == is_whole
         assert (f"tokens/{share.fingerprint}.html" in site) == is_whole
     frame = pd.read_parquet(io.BytesIO(brief["assets/records.parquet"]))
@@ -243,8 +241,7 @@ def test_a_models_name_loads_nothing_and_tells_no_folder(copy, records):
         assert "somebody" not in text, page
         assert not [name for name in Links(page).loaded if "example.org" in name], page
     text = (copy / "report" / "runs" / f"{record.fingerprint}.html").read_text(encoding="utf-8")
-    assert "a run of mine" in text
-    assert "text.txt was read" in text
+    assert unsaid(text, "a run of mine", "text.txt was read") == []
 
 
 @pytest.mark.parametrize(("said", "shown"), [
@@ -381,8 +378,7 @@ def test_a_missing_record_is_named_with_the_command_that_makes_it(copy, records,
     gone = records["signal.random"].fingerprint
     shutil.rmtree(copy / "runs" / gone)
     said = prints("report", f"results_dir={copy}", code=1).err
-    assert gone[:12] in said
-    assert "quicksilver reproduce table 11" in said
+    assert unsaid(said, gone[:12], "quicksilver reproduce table 11") == []
     built = copy / "report"
     # Only the beginning of its name is known from the notes, all of it from the frame.
     assert "there is no such record" in (built / "runs" / f"{gone}.html").read_text(encoding="utf-8")
@@ -402,8 +398,7 @@ def test_a_foreign_or_damaged_record_is_named_and_all_others_have_their_pages(co
     path = copy / "runs" / record.fingerprint / RECORD
     path.write_text(json.dumps({} if damage is None else json.loads(path.read_text()) | damage))
     heard = prints("report", f"results_dir={copy}", code=1).err
-    assert said in heard
-    assert record.fingerprint in heard
+    assert unsaid(heard, said, record.fingerprint) == []
     assert (copy / "report" / "figure99.html").is_file()
     assert (copy / "report" / "runs" / f"{record.fingerprint}.html").is_file()
     other = copy / "report" / "runs" / f"{records['share'].fingerprint}.html"
@@ -428,8 +423,7 @@ def test_a_damaged_file_of_a_record_costs_its_pages_and_no_other(copy, records, 
     _, problems = make(copy)
     assert any(f"{name} is not the file that was recorded" in problem.what for problem in problems)
     page = (report / "runs" / f"{record.fingerprint}.html").read_text(encoding="utf-8")
-    assert f"{name} is not the file" in page
-    assert "quicksilver reproduce table 11" in page
+    assert unsaid(page, f"{name} is not the file", "quicksilver reproduce table 11") == []
     assert not pages or not (report / pages / f"{record.fingerprint}.html").exists()
     assert (report / "tokens" / f"{records['all'].fingerprint}.html").is_file()
     assert (report / "explorer.html").is_file()
@@ -485,8 +479,7 @@ def test_a_folder_of_somebody_else_or_a_link_is_left_alone(copy, victim, prints)
     (copy / "report").mkdir()
     (copy / "report" / "thesis.tex").write_text("x")
     assert "thesis" not in (said := prints("report", f"results_dir={copy}", code=2).err)
-    assert str(copy / "report") in said
-    assert "Move" in said
+    assert unsaid(said, str(copy / "report"), "Move") == []
     assert [path.name for path in (copy / "report").iterdir()] == ["thesis.tex"]
     (copy / "report").rename(copy / "mine")
     (copy / "report").symlink_to(copy / "mine")
@@ -720,8 +713,7 @@ def test_a_token_answers_to_pointer_and_keyboard(browser, site, records):
     fused = next(i for i, states in enumerate(view["states"]) if "F" in states)
     ActionChains(browser).move_to_element(page.find(f"#token-{fused}")).perform()
     detail = page.text("#detail")
-    assert f"token {fused}, prompt" in detail
-    assert "carried by" in detail
+    assert unsaid(detail, f"token {fused}, prompt", "carried by") == []
     letters = view["states"][fused]
     assert f"computed\n{sum(letter in 'CWRN' for letter in letters)} of {LAYERS} layers" in detail
     assert f"K/V entries\n{sum(letter in 'CKR' for letter in letters)} of {LAYERS} layers" in detail
@@ -770,10 +762,8 @@ def test_a_slider_moves_from_record_to_record(browser, site, records):
     row = sweep["records"][page("return current")]
     assert row["fingerprint"] == records["signal.random"].fingerprint
     shown = page.text("#result")
-    assert row["fingerprint"][:12] in shown
-    assert f"{row['delta_ppl_pct'][0]:+.2f}%" in shown
-    assert f"{row['executed_flops_saved_pct']:+.1f}%" in shown
-    assert "not timed" in shown
+    assert unsaid(shown, row["fingerprint"][:12], f"{row['delta_ppl_pct'][0]:+.2f}%") == []
+    assert unsaid(shown, f"{row['executed_flops_saved_pct']:+.1f}%", "not timed") == []
     # No record has random at the smaller share: the slider moves to drift, and says so.
     page.choose(f"#option-{share}", sweep["options"][share]["values"].index("0.2"))
     assert sweep["records"][page("return current")]["fingerprint"] == records["share"].fingerprint

@@ -1,9 +1,12 @@
 """The W&B mirror and its report: what is sent, to which groups, and what is said to who cannot send anything."""
 
+import json
+import struct
 import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import fakes
@@ -12,7 +15,6 @@ import pytest
 import wandb_report
 from harness_world import make_world
 from saying import unsaid
-from wandb_files import read_offline
 
 from quicksilver.report import comparison, wandb
 from quicksilver.report.artefacts import Outcome, Row
@@ -22,7 +24,52 @@ from quicksilver.report.site.collection import Collection
 from quicksilver.report.table import Panel, Table
 from quicksilver.runs.tracker import curves, sync_hint
 
+# --- W&B's own offline files, read back: what `wandb sync` would send -----------------------------------------------------------
+_BLOCK, _HEADER = 32768, 7  # of a log: records in parts, each with checksum, length and whether more of it follows
 
+
+def _records(content: bytes) -> list[bytes]:
+    found, whole, at = [], b"", _HEADER
+    while at + _HEADER <= len(content):
+        left = _BLOCK - at % _BLOCK
+        if left < _HEADER:
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", content[at : at + _HEADER])
+        whole += content[at + _HEADER : at + _HEADER + length]
+        at += _HEADER + length
+        if kind in (1, 4):  # all of it, or its last part
+            found.append(whole)
+            whole = b""
+    return found
+
+
+def read_offline(results: Path) -> dict[str, dict[str, Any]]:
+    """By a run's id its `name`, `group`, `config`, `history` (a mapping a step), and its `artefacts` with the type of each."""
+    from wandb.proto import wandb_internal_pb2
+
+    runs: dict[str, dict[str, Any]] = {}
+    for path in sorted(results.glob("wandb/offline-run-*/*.wandb")):
+        about: dict[str, Any] = {"history": [], "artefacts": {}}
+        for content in _records(path.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(content)
+            kind = record.WhichOneof("record_type")
+            if kind == "run":
+                config = {one.key: json.loads(one.value_json) for one in record.run.config.update}
+                about |= {"name": record.run.display_name, "group": record.run.run_group, "config": config}
+                runs[record.run.run_id] = about
+            elif kind == "history":
+                items = record.history.item
+                about["history"].append({one.key or "/".join(one.nested_key): json.loads(one.value_json) for one in items})
+            elif kind == "request" and record.request.HasField("log_artifact"):
+                about["artefacts"][record.request.log_artifact.artifact.name] = record.request.log_artifact.artifact.type
+            elif kind == "artifact":
+                about["artefacts"][record.artifact.name] = record.artifact.type
+    return runs
+
+
+# --- the mirror -----------------------------------------------------------------------------------------------------------------
 class Sent:
     """Stands for the client: keeps what it is given."""
 

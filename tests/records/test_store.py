@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import Mock
@@ -124,6 +126,24 @@ def test_what_could_not_be_read_again_or_crashes_before_the_rename_is_not_publis
     assert make_record(store).quality.ppl == pytest.approx(2)
 
 
+@contextmanager
+def forked(target, *given) -> Iterator[multiprocessing.Process]:
+    """A child process that has begun: its function sets the event that it is given second. It is dead behind the block."""
+    ready = fork.Event()
+    process = fork.Process(target=target, args=(given[0], ready, *given[1:]))
+    process.start()
+    try:
+        assert ready.wait(30)
+        yield process
+    finally:
+        kill(process)
+
+
+def kill(process) -> None:
+    process.kill()  # SIGKILL
+    process.join(30)
+
+
 def killed_writer(root: Path, ready) -> None:
     with Store(root).draft(PRINT) as draft:
         draft.event("started")
@@ -132,20 +152,11 @@ def killed_writer(root: Path, ready) -> None:
 
 
 def test_what_a_killed_run_left_is_cleaned_and_what_a_living_one_writes_is_not(store):
-    ready = fork.Event()
-    writer = fork.Process(target=killed_writer, args=(store.root, ready))
-    writer.start()
-    try:
-        assert ready.wait(30)
-        with store.draft("beef" * 5) as mine:
-            assert store.clean() == []  # both are alive
-            os.kill(writer.pid, signal.SIGKILL)
-            writer.join(30)
-            assert [name.split("-")[0] for name in store.clean()] == [PRINT]
-            mine.event("still here")
-    finally:
-        writer.kill()
-        writer.join()
+    with forked(killed_writer, store.root) as writer, store.draft("beef" * 5) as mine:
+        assert store.clean() == []  # both are alive
+        kill(writer)
+        assert [name.split("-")[0] for name in store.clean()] == [PRINT]
+        mine.event("still here")
     assert store.get(PRINT) is None
     assert hidden(store) == []
 
@@ -352,40 +363,16 @@ def holding(path: Path, ready, host: str | None = None) -> None:
     signal.pause()
 
 
-@pytest.fixture
-def elsewhere(path):
-    """A process that holds the lease; of another machine where it is asked for."""
-    processes = []
-
-    def start(host: str | None = None):
-        ready = fork.Event()
-        process = fork.Process(target=holding, args=(path, ready, host))
-        process.start()
-        processes.append(process)
-        assert ready.wait(30)
-        return process
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.join()
-
-
-def kill(process) -> None:
-    os.kill(process.pid, signal.SIGKILL)
-    process.join(30)
-
-
-def test_of_a_killed_process_of_this_machine_it_is_taken_at_once(path, elsewhere):
-    process = elsewhere()
-    assert lease.take(path) is None
-    kill(process)
+def test_of_a_killed_process_of_this_machine_it_is_taken_at_once(path):
+    with forked(holding, path):
+        assert lease.take(path) is None
     taken = lease.take(path)
     assert lease.holder(path) == taken.holder
 
 
-def test_of_another_machine_only_silence_tells(path, elsewhere):
-    kill(elsewhere("node-2"))
+def test_of_another_machine_only_silence_tells(path):
+    with forked(holding, path, "node-2"):
+        pass
     assert lease.take(path) is None  # its process number says nothing here: a process of this machine may have it as well
     assert lease.holder(path).host == "node-2"
     silent_for(path, lease.LEASE_S / 2)
@@ -444,16 +431,10 @@ def drafting(root: Path, ready, host: str) -> None:
 
 
 def test_a_draft_of_another_machine_stays_as_long_as_it_is_touched(tmp_path):
-    ready = fork.Event()
-    writer = fork.Process(target=drafting, args=(tmp_path, ready, "node-2"))
-    writer.start()
     store = Store(tmp_path)
-    try:
-        assert ready.wait(30)
+    with forked(drafting, tmp_path, "node-2"):
         assert store.clean() == []
         assert {name: who.host for name, who in store.in_the_making().items()} == {FINGERPRINT: "node-2"}
-    finally:
-        kill(writer)
     assert store.clean() == []  # dead, which nobody here can know yet
     for left in (*store.drafts.glob("*.lease"), *tmp_path.glob("locks/*.lock")):
         silent_for(left, lease.LEASE_S + 5)

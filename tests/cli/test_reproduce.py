@@ -10,7 +10,7 @@ import fakes
 import pandas as pd
 import pytest
 from fake_harness import Harness
-from repository import below, git
+from repository import ROOT, below, git
 from saying import unsaid
 from thinning import first
 
@@ -29,7 +29,6 @@ from quicksilver.runs import jobs as answers
 from quicksilver.runs.jobs import FAILED, REFUSED
 from quicksilver.runtime.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]
 OF_ONE = {"isolated.halting", "isolated.kv_skipping", "isolated.quantization"}
 ASKED_ABOUT = {*OF_ONE, "cumulative.halting", "cumulative.kv_skipping"}
 

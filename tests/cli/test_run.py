@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pandas as pd
+from repository import ROOT
 from saying import unsaid
 
 from quicksilver.cli import progress
@@ -56,7 +57,7 @@ def test_one_run_prints_what_its_record_says(words, prints):
 
 
 def test_show_prints_what_each_process_timed_again_with_its_file_and_every_option(prints):
-    results = Path(__file__).parents[2] / "results"
+    results = ROOT / "results"
     rows = pd.read_csv(results / "claims.csv", keep_default_na=False).to_dict("records")
     row = next(one for one in rows if one["kind"] == "tuned" and "processes" in one["timed"])
     shown = prints("show", row["record"], f"results_dir={results}").out

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from markupsafe import escape
+from repository import ROOT, blocks
 from saying import unsaid
 from thinning import first
 
@@ -292,8 +293,7 @@ def test_once_no_run_waits_a_sweep_takes_as_long_as_its_longest_run(sweep_folder
 
 def test_the_page_reads_and_draws_a_sweep_with_pandas(made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).resolve().parents[2] / "docs" / "sweeps-and-budgets.md").read_text(encoding="utf-8")
-    source = page.partition("```python\n")[2].partition("```")[0]
+    source, *_ = blocks(ROOT / "docs" / "sweeps-and-budgets.md", "python")
     source = source.replace("results/sweeps/thresholds", f"{made[0]}/sweeps/depths").replace('"results"', repr(str(made[0])))
     names: dict = {}
     exec(source, names)

@@ -1,11 +1,11 @@
 """Table front: its runs are those of other tables, and the columns of far recall and of texts are read from runs of their own."""
 
-from pathlib import Path
 from typing import Any
 
 import fakes
 import pytest
 import yaml
+from repository import ROOT
 
 from quicksilver.experiments.ablation import front, prompts, table11_ablation
 from quicksilver.experiments.sweeps import table_fair_trial
@@ -17,8 +17,6 @@ from quicksilver.report.artefacts import Outcome, find
 from quicksilver.report.table import read
 from quicksilver.runs.choices import choices
 from quicksilver.runs.config import compose
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize(

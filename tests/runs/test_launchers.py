@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import try_slurm
+from repository import ROOT
 
 from quicksilver.cli import main as console
 from quicksilver.cli import sweeping
@@ -133,7 +134,7 @@ def test_two_workers_make_what_one_process_makes(launcher, world, tmp_path):
     for name, more in {"serial": [], "two": [*f"hydra/launcher={launcher}".split(), "workers=2"]}.items():
         words = [*world, f"results_dir={tmp_path / name}", *DEPTHS, *more]
         command = [sys.executable, "-m", "quicksilver", "run", "-m", *words]
-        made = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=900)
+        made = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=900)
         assert made.returncode == 0, made.stderr
         frame = record_frame(tmp_path / name)
         found[name] = dict(zip(frame.index, frame["nll_nats"], strict=True))

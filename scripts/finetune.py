@@ -16,7 +16,7 @@ import dataclasses
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -345,13 +345,13 @@ def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes
     groups = [{"params": hidden, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     optims = [torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.98))]
 
-    def losses(step: int) -> Iterator[tuple[torch.Tensor, float]]:
+    def step_loss(step: int) -> torch.Tensor:
         nonlocal smooth, first
         first = step if first < 0 else first
         heard = drawn(every[step], recipe.plan_dropout, recipe.seed, step) if recipe.plan_dropout else None
         loss, right = loss_of(model, every[step], recipe.prefix_loss, heard)
         smooth = right if smooth is None else 0.98 * smooth + 0.02 * right
-        yield loss, 1.0
+        return loss
 
     def note(step: int, loss_nats: float, history: training_loop.History) -> None:
         if step % SCORED_EVERY == 0 or step == steps:
@@ -362,7 +362,7 @@ def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes
 
     done, history, _ = training_loop.run(
         model, optims, work, partial(check_recipe, recipe), recipe=recipe, name=folder.name, steps=steps,
-        lr_scale=lambda step: recipe.lr_scale(step, len(every)), losses=losses, note=note, save_every=SAVED_EVERY, minutes=minutes,
+        lr_scale=lambda step: recipe.lr_scale(step, len(every)), loss_of=step_loss, note=note, save_every=SAVED_EVERY, minutes=minutes,
     )  # fmt: skip
     if done < steps or out is None:
         return
@@ -443,9 +443,8 @@ def main() -> None:
     ask("--threads", type=int, default=1)
     ask("--falls", nargs="*", default=[], metavar="FROM-TO", help="steps between which the learning rate falls to 0")
     ask("--minutes", type=float, default=1e9)
-    plain = [f for f in dataclasses.fields(Recipe) if f.name not in ("base", "epochs", "falls")]
-    for f in plain:
-        ask(f"--{f.name.replace('_', '-')}", type=type(f.default), default=f.default)
+    plain = [f.name for f in dataclasses.fields(Recipe) if f.name not in ("base", "epochs", "falls")]
+    training_loop.add_options(parser, Recipe, plain)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     try:
@@ -453,7 +452,7 @@ def main() -> None:
     except ValueError as error:
         raise SystemExit(f"--tasks takes TASK=EPOCHS, such as sst2=3, not {' '.join(args.tasks)!r}.") from error
     falling = tuple((int(first), int(last)) for first, last in (fall.split("-") for fall in args.falls))
-    recipe = Recipe(args.base, epochs, **{f.name: getattr(args, f.name) for f in plain}, falls=falling)
+    recipe = Recipe(args.base, epochs, **{name: getattr(args, name) for name in plain}, falls=falling)
     torch.manual_seed(recipe.seed)
     try:
         train(recipe, args.data_root, args.work, args.out, args.minutes)

@@ -286,10 +286,10 @@ def train(name: str, recipe: Recipe, data_root: Path, work: Path, out: Path, dev
     far = recipe.long_from_tokens is not None
     evaluated = time.monotonic() - EVALUATED_SECONDS if far else -math.inf
 
-    def losses(step: int) -> Iterator[tuple[torch.Tensor, float]]:
+    def losses(step: int) -> Iterator[torch.Tensor]:
         for input_ids, position_ids in batches.micro_batches(step):
             loss = step_loss(model, input_ids.to(device), position_ids.to(device), device)
-            yield loss, recipe.micro_batch_tokens / recipe.batch_tokens
+            yield loss * (recipe.micro_batch_tokens / recipe.batch_tokens)
 
     def note(step: int, loss_nats: float, history: training_loop.History) -> None:
         nonlocal evaluated
@@ -309,7 +309,7 @@ def train(name: str, recipe: Recipe, data_root: Path, work: Path, out: Path, dev
 
     _, history, seconds = training_loop.run(
         model, optimizers(model, recipe), run_folder, partial(check_recipe, recipe), recipe=recipe, name=name, steps=recipe.steps,
-        lr_scale=recipe.lr_scale, losses=losses, note=note, save_every=SAVED_EVERY,
+        lr_scale=recipe.lr_scale, loss_of=losses, note=note, save_every=SAVED_EVERY,
     )  # fmt: skip
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)

@@ -174,12 +174,11 @@ def train(
             inside, m = batch.in_box, mask.current
             in_box = 1.0 if m is None else float((m.detach() * inside).sum() / inside.sum().clamp(min=1))
             entry.update(tokens=control.update(mask), kept_in_box=in_box, strength=control.strength)
-        entry["loss"] = float(loss.detach())
         return loss
 
-    def after(step: int) -> None:
+    def after(step: int, loss: float) -> None:
         if step % 10 == 0 or step == recipe.steps - 1:
-            curve.append({"step": step, **entry})
+            curve.append({"step": step, **entry, "loss": loss})
 
     def state() -> dict[str, Any]:
         nonlocal processor_s

@@ -221,7 +221,7 @@ def save(folder: Path, step: int = 50) -> None:
     model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
     for optim in optims:
         optim.step()
-    training_loop.save(folder, RECIPE, model, optims, step, [], 1.0)
+    training_loop.state_file(folder, RECIPE).save(step=step, **training_loop.state_of(model, optims, [], 1.0))
 
 
 def restore(folder: Path, recipe: training.Recipe, model: Any, optims: list[torch.optim.Optimizer]) -> None:

@@ -34,8 +34,7 @@ from quicksilver.records import lease
 from quicksilver.report.sweep_status import Board
 from quicksilver.runs import optuna_sweep as studies
 from quicksilver.runs.choices import explain
-from quicksilver.runs.composing import check_words, hydra_started, is_swept, modules_of, with_settings
-from quicksilver.runs.config import RunConfig, compose
+from quicksilver.runs.config import RunConfig, check_words, compose, hydra_started, is_swept, modules_of, with_settings
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.estimate import check_time, duration, estimates, not_here, table, without_record
 from quicksilver.runs.launchers import HERE, SERIAL, check_launcher, launch, launcher_name, workers_of

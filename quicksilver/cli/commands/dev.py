@@ -267,7 +267,7 @@ def _of_run(overrides: Sequence[str], word: str) -> list[str]:
     from omegaconf.errors import OmegaConfBaseException
 
     from quicksilver.runs.choices import choices
-    from quicksilver.runs.composing import hydra_started
+    from quicksilver.runs.config import hydra_started
 
     key, equals, value = word.partition("=")
     if key == "modules" and equals:  # a list: its last name is completed, which Hydra does not

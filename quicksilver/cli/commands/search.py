@@ -17,8 +17,7 @@ from quicksilver.cli.progress import progress_bar, width
 from quicksilver.files import check_writable, write_atomically
 from quicksilver.records.identity import Ledger
 from quicksilver.runs.choices import choices
-from quicksilver.runs.composing import searched
-from quicksilver.runs.config import RunConfig, compose, schedules_file
+from quicksilver.runs.config import RunConfig, compose, schedules_file, searched
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.options import Count, InnerShare, Positive, check_positive
 

@@ -18,7 +18,6 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quicksilver.data.spec import TaskConfig
 from quicksilver.data.tasks import Example, read_task
+from quicksilver.fitting.training import matrices_and_rest
 from quicksilver.runs.config import compose
 from quicksilver.runtime.errors import ConfigError
 
@@ -68,6 +68,11 @@ class Recipe:
         """Share of the peak learning rate at `step`: a warmup, then a straight fall to 0 at the plan's `steps`."""
         return training_loop.falling(lambda at: min(1.0, (at + 1) / self.warmup_steps) * (1 - at / steps), self.falls, step)
 
+    def may_differ(self, meta: Mapping[str, Any]) -> list[str]:
+        """Fields of a state's recipe that may be others: falls that begin after its step."""
+        begun = [list(fall) for fall in self.falls if fall[0] < meta["step"]]
+        return ["falls"] if meta["recipe"]["falls"] == begun else []
+
 
 @dataclass(frozen=True)
 class Encoded:
@@ -90,9 +95,8 @@ class Encoded:
 
 
 def encoded(tokenizer: Any, task: TaskConfig, found: Sequence[Example], max_tokens: int) -> list[Encoded]:
-    last, *words = (
-        [*one] for one in tokenizer([task.template.split("}")[-1], *task.labels], add_special_tokens=False)["input_ids"]
-    )
+    texts = [task.template.split("}")[-1], *task.labels]
+    last, *words = ([*one] for one in tokenizer(texts, add_special_tokens=False)["input_ids"])
     tail = len(last) if task.template.count("{") == 1 else 0
     if any(len(w) != 1 for w in words) or len({w[0] for w in words}) != len(words):
         raise SystemExit(f"label words must be one token each, and differ: {list(task.labels)}")
@@ -323,12 +327,6 @@ def _after_each_word(text: str, numbers: Mapping[str, int], idf: np.ndarray, wei
 # -- training ---------------------------------------------------------------------------------------------------------------------
 
 
-def check_recipe(recipe: Recipe, meta: Mapping[str, Any], source: Path) -> None:
-    """Refuse a state of another recipe; falls that begin after its step may be others."""
-    begun = [list(fall) for fall in recipe.falls if fall[0] < meta["step"]]
-    training_loop.check_recipe(recipe, dict(meta), source, ["falls"] if meta["recipe"]["falls"] == begun else [])
-
-
 def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes: float) -> None:
     folder = start_of(recipe.base)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -341,7 +339,7 @@ def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes
     steps = recipe.falls[-1][1] if recipe.falls else len(every)
     smooth: float | None = None  # share of right answers
     began, first = time.monotonic(), -1
-    hidden, rest = training_loop.hidden_matrices_and_rest(model)
+    hidden, rest = matrices_and_rest(model)
     groups = [{"params": hidden, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     optims = [torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.98))]
 
@@ -361,7 +359,7 @@ def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes
             print(json.dumps({**history[-1], "tokens_per_s": seen / (time.monotonic() - began)}), flush=True)
 
     done, history, _ = training_loop.run(
-        model, optims, work, partial(check_recipe, recipe), recipe=recipe, name=folder.name, steps=steps,
+        model, optims, work, recipe, name=folder.name, steps=steps,
         lr_scale=lambda step: recipe.lr_scale(step, len(every)), loss_of=step_loss, note=note, save_every=SAVED_EVERY, minutes=minutes,
     )  # fmt: skip
     if done < steps or out is None:

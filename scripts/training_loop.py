@@ -8,7 +8,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,6 @@ SAVED_SECONDS = 180
 History = list[dict[str, Any]]
 
 
-def hidden_matrices_and_rest(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
-    """What is trained: the layers' matrices, whose optimiser or decay differs from those of the rest, embeddings, norms and biases."""
-    parts: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parts[parameter.ndim == 2 and ("layers." in name or ".h." in name)].append(parameter)
-    return parts[True], parts[False]
-
-
 def falling(planned: Callable[[int], float], falls: Sequence[tuple[int, int]], step: int) -> float:
     """The planned share of the learning rate at `step`; between the steps of a fall it goes straight to 0."""
     for first, last in falls:
@@ -40,19 +31,19 @@ def falling(planned: Callable[[int], float], falls: Sequence[tuple[int, int]], s
 
 
 def run(
-    model: torch.nn.Module, optims: Sequence[torch.optim.Optimizer], folder: Path, check: Callable[[dict[str, Any], Path], None], *,
-    recipe: Any, name: str, steps: int, lr_scale: Callable[[int], float], loss_of: Callable[[int], torch.Tensor | Iterable[torch.Tensor]],
+    model: torch.nn.Module, optims: Sequence[torch.optim.Optimizer], folder: Path, recipe: Any, *, name: str, steps: int,
+    lr_scale: Callable[[int], float], loss_of: Callable[[int], torch.Tensor | Iterable[torch.Tensor]],
     note: Callable[[int, float, History], None], save_every: int, minutes: float = math.inf,
 ) -> tuple[int, History, float]:  # fmt: skip
     """Go on from the state in `folder` to step `steps`, or until `minutes` are over; returns the step, the history and the seconds of all runs.
 
     Args:
-        check: see `restore`. recipe: a dataclass, kept with the state.
+        recipe: a dataclass, kept with the state; see `check_recipe`.
         lr_scale: share of each group's peak learning rate at a step.
         loss_of: a step's loss, or the parts of it; a pure function of the step, so that a resume needs no more state.
         note: given the number of steps done, the loss and the history, to which it adds.
     """
-    first, history, before = restore(folder, model, optims, check)
+    first, history, before = restore(folder, model, optims, recipe)
     for group in (group for optim in optims for group in optim.param_groups):
         group["scale"] = group["lr"]
     began = time.monotonic()
@@ -76,10 +67,11 @@ def run(
     return done, history, seconds()
 
 
-def check_recipe(recipe: Any, meta: dict[str, Any], source: Path, free: Collection[str] = ()) -> None:
-    """Refuse the state of another recipe, a dataclass; fields that it lacks have their defaults, those in `free` may differ."""
+def check_recipe(recipe: Any, meta: Mapping[str, Any], source: Path) -> None:
+    """Refuse the state of another recipe; fields that it lacks have their defaults, those in `recipe.may_differ(meta)` may differ."""
     defaults = {one.name: one.default for one in dataclasses.fields(recipe) if one.default is not dataclasses.MISSING}
     theirs, ours = json.loads(json.dumps([defaults | meta["recipe"], dataclasses.asdict(recipe)]))
+    free = recipe.may_differ(meta)
     wrong = [name for name in theirs | ours if theirs.get(name) != ours.get(name) and name not in free]
     if wrong:
         lines = "\n".join(f"  {name}: checkpoint {theirs.get(name)}, now {ours.get(name)}" for name in wrong)
@@ -93,17 +85,13 @@ def load_state(folder: Path) -> dict[str, Any] | None:
 
 
 def restore(
-    folder: Path, model: torch.nn.Module, optims: Sequence[torch.optim.Optimizer], check: Callable[[dict[str, Any], Path], None]
+    folder: Path, model: torch.nn.Module, optims: Sequence[torch.optim.Optimizer], recipe: Any
 ) -> tuple[int, History, float]:
-    """Put the last state into model and optimisers; returns its step, history and seconds.
-
-    Args:
-        check: given the state and its folder, before anything is changed; raises where it is another recipe's.
-    """
+    """Put the last state into model and optimisers, unless `check_recipe` refuses it; returns its step, history and seconds."""
     state = load_state(folder)
     if state is None:
         return 0, [], 0.0
-    check(state, folder)
+    check_recipe(recipe, state, folder)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(state["model"][name])

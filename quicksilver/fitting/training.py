@@ -25,6 +25,17 @@ def warm_cosine(step: int, steps: int, rising: int) -> float:
     return min(1.0, (step + 1) / rising) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
+def matrices_and_rest(
+    model: torch.nn.Module, hidden: Callable[[str], bool] = lambda name: "layers." in name or ".h." in name
+) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    """What is trained: matrices of `hidden` names, whose optimiser or decay differs, and the rest: embeddings, norms and biases."""
+    parts: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parts[parameter.ndim == 2 and hidden(name)].append(parameter)
+    return parts[True], parts[False]
+
+
 class NotFiniteError(QuickSilverError):
     """The loss or the gradient of a step is not finite; the step was not taken, and the last good state stays on disk."""
 
@@ -118,9 +129,9 @@ class TrainingFile:
         found = read_training(self.path)
         for name, own in self.of.items():
             if found.get(name) != own:
+                other = f"its {name} is {found.get(name)}, and this one's {own}"
                 raise ConfigError(
-                    f"{self.path} is the checkpoint of another training: its {name} is {found.get(name)}, and this one's {own}. "
-                    "Remove it, or give another place."
+                    f"{self.path} is the checkpoint of another training: {other}. Remove it, or give another place."
                 )
         return found
 

@@ -149,17 +149,15 @@ class GateRecipe:
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1 or not self.learning_rate > 0:
-            raise ConfigError(
-                f"steps={self.steps}, batch_size={self.batch_size}, learning_rate={self.learning_rate}: give positive ones."
-            )
+            given = f"steps={self.steps}, batch_size={self.batch_size}, learning_rate={self.learning_rate}"
+            raise ConfigError(f"{given}: give positive ones.")
         if not 0 < self.saves_pct < 100:
             raise ConfigError(f"saves_pct={self.saves_pct} must lie between 0 and 100.")
         behind = self.layers[len(self.layers) - len(self.predicts) :]
         if tuple(self.predicts) != behind:
-            raise ConfigError(
-                f"predicts={list(self.predicts)} of layers={list(self.layers)}: tokens are dropped first and predicted later, so give the "
-                f"last of the layers, such as {list(self.layers[-1:])}."
-            )
+            given = f"predicts={list(self.predicts)} of layers={list(self.layers)}"
+            last = f"so give the last of the layers, such as {list(self.layers[-1:])}"
+            raise ConfigError(f"{given}: tokens are dropped first and predicted later, {last}.")
 
     @property
     def drops(self) -> torch.Tensor:
@@ -254,9 +252,8 @@ def train_gates(
     gates = HaltingGates(architecture.width, recipe.layers, prompt_tokens=recipe.prompt_tokens)
     gates.trained(architecture, predicts=tuple(recipe.predicts))  # refuses layers that save nothing
     if recipe.saves_pct >= (most := most_saved_pct(architecture, recipe)):
-        raise ConfigError(
-            f"saves_pct={recipe.saves_pct:g} cannot be met: with a first gate after layer {recipe.layers[0]} at most {most:.3g}% is saved."
-        )
+        why = f"with a first gate after layer {recipe.layers[0]} at most {most:.3g}% is saved"
+        raise ConfigError(f"saves_pct={recipe.saves_pct:g} cannot be met: {why}.")
     predicting = {layer: translator_for(architecture, EMBEDDED, layer + 1) for layer in recipe.predicts}
     trainer = _Trainer(architecture, ids, recipe, gates, predicting)
     sizes = [len(ids), int(ids.sum())]
@@ -331,9 +328,8 @@ class _Trainer:
             return 0
         self.gates.load_state_dict(found["gates"])
         self.optimiser.load_state_dict(found["optimiser"])
-        self.start, self.averaged, self.strength, self.curve = (
-            found[name] for name in ("start", "averaged", "strength", "curve")
-        )
+        for name in ("start", "averaged", "strength", "curve"):
+            setattr(self, name, found[name])
         return int(found["step"])
 
     def made(self, parts: Parts) -> TrainedGates:

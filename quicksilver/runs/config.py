@@ -389,10 +389,8 @@ def _check_selected(selected: Sequence[str], folders: Sequence[Path]) -> None:
             raise ConfigError(f"modules=[{','.join(selected)}] names {name} twice: name it once.")
         if names.setdefault(key, name) != name:
             both = f"modules=[{names[key]},{name}]: both are modules.{key}, so one would overwrite the other"
-            ways = (
-                f"Select one of them and change it with modules.{key}.OPTION=…; for two at once, copy one to a yaml of your own"
-            )
-            raise ConfigError(f"{both}. {ways} with `# @package modules.ANOTHER_NAME`.")
+            two = "for two at once, copy one to a yaml of your own with `# @package modules.ANOTHER_NAME`"
+            raise ConfigError(f"{both}. Select one of them and change it with modules.{key}.OPTION=…; {two}.")
 
 
 # --- files of the user's own ----------------------------------------------------------------------------------------------------

@@ -100,11 +100,8 @@ class Keep(ResultsFolder):
         write_files((root / INDEX).parent, {(root / INDEX).name: index.encode(), **more})
         for name in mine:
             # The committed one may name records that are replaced; without it, it is written anew.
-            gone = (
-                f"{name.removesuffix(LOCAL_SUFFIX)}.json",
-                *(f"{name}.{suffix}" for suffix in ("md", "csv", "tex", "json", "svg")),
-            )
-            for file in (*gone, *pictures[name]):
+            gone = [f"{name}.{suffix}" for suffix in ("md", "csv", "tex", "json", "svg")]
+            for file in (f"{name.removesuffix(LOCAL_SUFFIX)}.json", *gone, *pictures[name]):
                 (written[name].parent / file).unlink(missing_ok=True)
         size = sum(path.stat().st_size for path in (root / KEPT).rglob("*") if path.is_file())
         if too_large := set(wanted) - {folder.name for folder in kept}:

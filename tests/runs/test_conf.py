@@ -19,10 +19,9 @@ from thinning import first
 from quicksilver.data.spec import DatasetConfig
 from quicksilver.measure import Protocol
 from quicksilver.models.spec import ModelConfig
-from quicksilver.runs import composing
+from quicksilver.runs import config as composing
 from quicksilver.runs.choices import GROUPS, choices, config_dir
-from quicksilver.runs.composing import hydra_started, quoted
-from quicksilver.runs.config import ProtocolConfig, RunConfig, compose, run_config
+from quicksilver.runs.config import ProtocolConfig, RunConfig, compose, hydra_started, quoted, run_config
 from quicksilver.runs.parts import build_measurements, build_modules, module_entry
 from quicksilver.runs.sweep import sweep_jobs
 from quicksilver.runtime import RuntimeModule

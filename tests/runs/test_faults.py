@@ -16,8 +16,7 @@ from saying import refused_in_a_line
 from quicksilver.measure.perplexity import Protocol
 from quicksilver.modules import Halting, Replay, Schedule
 from quicksilver.runs.choices import files_stamp
-from quicksilver.runs.composing import composed, quoted
-from quicksilver.runs.config import compose, run_config
+from quicksilver.runs.config import compose, composed, quoted, run_config
 from quicksilver.runs.parts import build_modules
 from quicksilver.runtime import QuickSilverError, Trace, apply
 from quicksilver.runtime.errors import ConfigError

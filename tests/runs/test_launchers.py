@@ -20,8 +20,7 @@ from quicksilver.cli import sweeping
 from quicksilver.records.record import record_frame
 from quicksilver.runs import launchers
 from quicksilver.runs.choices import config_dir
-from quicksilver.runs.composing import hydra_started
-from quicksilver.runs.config import compose
+from quicksilver.runs.config import compose, hydra_started
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.sweep import Manifest, Sweep
 from quicksilver.runtime.errors import ConfigError, QuickSilverError

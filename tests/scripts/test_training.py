@@ -222,11 +222,11 @@ def save(folder: Path, step: int = 50) -> None:
     model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
     for optim in optims:
         optim.step()
-    training_loop.save(folder, RECIPE, model, optims, step, [], 1.0)
+    training_loop.state_file(folder, RECIPE).save(step=step, **training_loop.state_of(model, optims, [], 1.0))
 
 
 def restore(folder: Path, recipe: training.Recipe, model: Any, optims: list[torch.optim.Optimizer]) -> None:
-    training_loop.restore(folder, model, optims, lambda *of: training.check_recipe(recipe, *of))
+    training_loop.restore(folder, model, optims, recipe)
 
 
 @pytest.mark.parametrize("moment", ["open", "replace"])
@@ -271,7 +271,7 @@ def test_a_checkpoint_of_another_version_is_refused_by_name(tmp_path):
     lost = {name: value for name, value in recipe.items() if name != "mlp_width"}
     for name, other in {"mlp_width": lost, "dropout": recipe | {"dropout": 0.1}}.items():
         with pytest.raises(SystemExit, match=name):
-            training.check_recipe(RECIPE, {"recipe": other, "step": 50}, tmp_path)
+            training_loop.check_recipe(RECIPE, {"recipe": other, "step": 50}, tmp_path)
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:

@@ -415,7 +415,7 @@ class HaltAll(Halts):
 class Does(TokenPolicy):
     """Calls `act(view, tokens)` after every layer, or after `at` alone; `facts` are further attributes of the policy."""
 
-    causal = True
+    causal, copies_kv = True, False
 
     def __init__(
         self, act: Callable[[LayerView, TokenState], object] = lambda view, tokens: None, at: int | None = None, **facts: Any

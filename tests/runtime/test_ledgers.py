@@ -1,5 +1,6 @@
 """Invariant 6: what the ledgers say ran is what ran, and what the cache is billed for is what it holds."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ from thinning import draws
 from tiny import Batch, Capacity, HaltAll, Hashed
 from transformers import DynamicCache
 
-from quicksilver.runtime import Architecture, RuntimeModule, TokenPolicy, apply
+from quicksilver.runtime import RuntimeModule, apply
 
-flops = pytest.importorskip("quicksilver.measure.flop_counter")
+TWO = Batch((tuple(range(1, 17)), tuple(range(60, 44, -1))))
 
 
 def test_nominal_by_hand() -> None:
@@ -31,31 +32,22 @@ def test_nominal_by_hand() -> None:
 
 @torch.no_grad()
 def test_ledgers_add_up_over_passes_and_reset_forgets() -> None:
-    model, batch = tiny.load("gpt2"), Batch((tuple(range(1, 17)),))
+    model, ids = tiny.load("gpt2"), TWO.ids[:1]
     with apply(model, [Capacity(0.5, signal="attention")]) as run:
-        model(batch.ids)
+        model(ids)
         one = run.flops
-        model(batch.ids)
+        model(ids)
         assert run.flops - one == one
         assert one.signals > 0
         assert len(run.trace.passes) == 2
         run.reset()
         assert run.flops.executed == run.kv_bytes.billed == 0
         assert run.trace.passes == []
-        model(batch.ids)
+        model(ids)
         assert run.flops == one
-    assert run.flops == one  # it may be read after the block
-
-
-@torch.no_grad()
-def test_one_logit_costs_one_head() -> None:
-    model, batch = tiny.load("llama"), Batch((tuple(range(1, 17)),))
-    with apply(model, []) as run:
-        model(batch.ids)
-        all_logits = run.flops.executed
         run.reset()
-        model(batch.ids, logits_to_keep=1)
-    assert all_logits - run.flops.executed == 15 * 2 * tiny.WIDTH * tiny.VOCABULARY
+        model(ids, logits_to_keep=1)
+    assert one.executed - run.flops.executed == 15 * 2 * tiny.WIDTH * tiny.VOCABULARY  # it may be read after the block
 
 
 def storage_bytes(cache: Any) -> int:
@@ -69,11 +61,10 @@ def storage_bytes(cache: Any) -> int:
 @torch.no_grad()
 def test_resident_bytes_are_the_bytes_that_are_kept_alive(name: str, modules: list[RuntimeModule]) -> None:
     """GPT-2 and GPT-NeoX compute q, k and v in one product: K and V as views of it would keep the queries as well."""
-    model, batch = tiny.load(name), Batch((tuple(range(1, 17)), tuple(range(60, 44, -1))))
-    cache = None
+    model, cache = tiny.load(name), None
     with apply(model, modules) as run:
         for first, stop in ((0, 12), (12, 13), (13, 16)):
-            cache = model(batch.ids[:, first:stop], past_key_values=cache, use_cache=True).past_key_values
+            cache = model(TWO.ids[:, first:stop], past_key_values=cache, use_cache=True).past_key_values
             assert storage_bytes(cache) == run.kv_bytes.resident
         cache.crop(-5)
         assert storage_bytes(cache) == run.kv_bytes.resident
@@ -117,21 +108,20 @@ def test_a_rearranged_cache_goes_on_as_the_sequences_it_now_holds(name, executio
 @pytest.mark.parametrize("execution", ["compact", "masked"])
 @torch.no_grad()
 def test_a_cache_cropped_to_nothing_is_a_new_one(execution: str) -> None:
-    model, batch = tiny.load("llama"), Batch((tuple(range(1, 17)), tuple(range(60, 44, -1))))
+    model = tiny.load("llama")
     with apply(model, [Hashed(0.4, 0.2)], execution=execution) as run:
-        output = model(batch.ids, use_cache=True)
+        output = model(TWO.ids, use_cache=True)
         cache, full = output.past_key_values, run.kv_bytes
         with pytest.raises(ValueError, match="negative"):  # a positive number once meant the length to keep
             cache.crop(5)
         cache.crop(0)
         assert run.kv_bytes == full
-        cache.crop(-16)
-        assert (run.kv_bytes.billed, run.kv_bytes.resident, cache.get_seq_length()) == (0, 0, 0)
-        again = model(batch.ids, past_key_values=cache).logits
-        assert run.kv_bytes == full
-        cache.reset()
-        assert (run.kv_bytes.billed, run.kv_bytes.resident, cache.get_seq_length()) == (0, 0, 0)
-    torch.testing.assert_close(again, output.logits, atol=1e-5, rtol=1e-5)
+        for empty in (lambda: cache.crop(-16), cache.reset):
+            empty()
+            assert (run.kv_bytes.billed, run.kv_bytes.resident, cache.get_seq_length()) == (0, 0, 0)
+            again = model(TWO.ids, past_key_values=cache).logits
+            assert run.kv_bytes == full
+            torch.testing.assert_close(again, output.logits, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("execution", ["compact", "masked"])
@@ -148,47 +138,23 @@ def test_a_cache_made_outside_is_adopted(name: str, execution: str, batch: Batch
     rest = {k: v if k == "attention_mask" else v[:, outside:] for k, v in inputs.items()}
     with apply(model, [policy], execution=execution):
         found = model(**rest, past_key_values=cache, use_cache=True).logits
-    later = FromPass(1, policy)
+    later = replace(policy, first_pass=1)
     expected = tiny.forward(model, batch, [later], chunks=[outside, batch.width - outside], execution=execution)
     real = batch.mask[:, outside:].bool()
     torch.testing.assert_close(found[real], expected.logits[:, outside:][real], atol=1e-5, rtol=1e-5)
 
 
-class FromPass(TokenPolicy):
-    """`inner`, silent before pass `first`."""
-
-    priority = 10
-
-    def __init__(self, first: int, inner: Hashed) -> None:
-        self.first, self.inner = first, inner
-
-    def bind(self, architecture: Architecture) -> None:
-        self.inner.bind(architecture)
-
-    @property
-    def copies_kv(self) -> bool:
-        return self.inner.copies_kv
-
-    def decide(self, view: Any, tokens: Any) -> None:
-        if view.pass_index >= self.first:
-            self.inner.decide(view, tokens)
-
-
 @torch.no_grad()
-def test_an_empty_cache_may_be_brought_along() -> None:
-    model, batch = tiny.load("mistral"), Batch((tuple(range(1, 17)),))
-    expected = tiny.forward(model, batch, [Hashed()], chunks=[16]).logits
+def test_an_empty_cache_may_be_brought_along_and_a_complete_one_may_leave_the_block() -> None:
+    model = tiny.load("mistral")
+    expected = tiny.forward(model, TWO, [Hashed()], chunks=[16]).logits
     for cache in (DynamicCache(), DynamicCache(config=model.config)):
         with apply(model, [Hashed()]):
-            assert torch.equal(model(batch.ids, past_key_values=cache).logits, expected)
+            assert torch.equal(model(TWO.ids, past_key_values=cache).logits, expected)
         assert cache.get_seq_length() == 16
-
-
-@torch.no_grad()
-def test_a_complete_cache_may_leave_the_block() -> None:
-    model, batch = tiny.load("llama"), Batch((tuple(range(1, 13)),))
-    plain = tiny.passes(model, batch.inputs(), [8, 4])[-1].logits
+    model = tiny.load("llama")
+    plain = tiny.passes(model, TWO.inputs(), [8, 8])[-1].logits
     for execution in ("compact", "masked"):
         with apply(model, [tiny.Never()], execution=execution):
-            cache = model(batch.ids[:, :8], use_cache=True).past_key_values
-        assert torch.equal(model(batch.ids[:, 8:], past_key_values=cache).logits, plain)
+            cache = model(TWO.ids[:, :8], use_cache=True).past_key_values
+        assert torch.equal(model(TWO.ids[:, 8:], past_key_values=cache).logits, plain)

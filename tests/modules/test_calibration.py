@@ -14,10 +14,10 @@ from quicksilver.modules import Calibration, Halting, KVSkipping, calibrate, cal
 from quicksilver.modules.calibration import SIGNALS, calibration_path
 from quicksilver.modules.fitted import model_digest
 from quicksilver.modules.signals import AttentionReceived, Drift, Entropy
-from quicksilver.runtime import ConfigError, LayerView, TokenPolicy, TokenState
+from quicksilver.runtime import ConfigError, LayerView, TokenState
 from quicksilver.runtime.architecture import architecture_of
 
-WINDOWS = torch.randint(0, tiny.VOCABULARY, (6, 24), generator=torch.Generator().manual_seed(0))
+WINDOWS = tiny.ids(6, 24, low=0)
 MAX_ATTENTION = AttentionReceived(4, "max")
 
 
@@ -26,19 +26,13 @@ def of_llama() -> Calibration:
     return calibrate(tiny.load("llama"), WINDOWS, signals=[*SIGNALS, MAX_ATTENTION], batch_size=4, source={"model": "tiny"})
 
 
-def states(model: Any) -> tuple[torch.Tensor, ...]:
-    """Entering each layer, as transformers reports them; the last one has been normed and is left out."""
-    with torch.no_grad():
-        return model(WINDOWS, output_hidden_states=True, use_cache=False).hidden_states[:-1]
-
-
+@torch.no_grad()
 def test_percentiles_are_those_of_the_measured_values(of_llama: Calibration) -> None:
     model = tiny.load("llama")
-    hidden = states(model)
-    for layer, (before, after) in enumerate(itertools.pairwise(hidden)):
+    entering = model(WINDOWS, output_hidden_states=True, use_cache=False).hidden_states[:-1]  # the last one has been normed
+    for layer, (before, after) in enumerate(itertools.pairwise(entering)):
         moved = (after - before).norm(dim=-1)
-        with torch.no_grad():
-            log_p = model.lm_head(model.model.norm(after)).log_softmax(-1)
+        log_p = model.lm_head(model.model.norm(after)).log_softmax(-1)
         expected = {
             "drift-l2": moved,
             "drift-relative": moved / after.norm(dim=-1),
@@ -51,35 +45,24 @@ def test_percentiles_are_those_of_the_measured_values(of_llama: Calibration) -> 
     assert all(rows[-1] is None for rows in of_llama.percentiles.values())  # nothing halts after the last layer
 
 
-class Attended(TokenPolicy):
-    """Notes the attention of the tokens that halt, by layer."""
+def test_attention_is_that_of_halted_tokens(of_llama: Calibration) -> None:
+    """C.3. Halted: drift and entropy both below their 25th percentile."""
+    noted: dict[int, list[float]] = {}
 
-    priority = 60
-    causal = False
-
-    def __init__(self) -> None:
-        self.noted: dict[int, list[float]] = {}
-
-    def wants_attention(self, layer: int) -> bool:
-        return True
-
-    def decide(self, view: LayerView, tokens: TokenState) -> None:
+    def note(view: LayerView, tokens: TokenState) -> None:
         received = view.attention_received(4, "max")
-        values = self.noted.setdefault(view.layer, [])
+        values = noted.setdefault(view.layer, [])
         for row in range(len(received)):
             taking_part = (tokens.active | tokens.newly_halted)[row].nonzero().flatten().tolist()
             halted = tokens.newly_halted[row].nonzero().flatten().tolist()
             values += [float(received[row, column]) for column in halted if column not in taking_part[-4:]]  # those observe
 
-
-def test_attention_is_that_of_halted_tokens(of_llama: Calibration) -> None:
-    """C.3. Halted: drift and entropy both below their 25th percentile."""
-    noting = Attended()
+    noting = tiny.Does(note, priority=60, causal=False, wants_attention=lambda layer: True)
     halting = Halting(tau_drift="p25", tau_entropy="p25", calibration=of_llama, resume_layers=0)
     tiny.forward(tiny.load("llama"), tiny.Batch(tuple(map(tuple, WINDOWS.tolist()))), [halting, noting])
-    assert any(noting.noted.values())
+    assert any(noted.values())
     for layer, row in enumerate(of_llama.percentiles["attention-max-4-halted"]):
-        values = noting.noted.get(layer, [])
+        values = noted.get(layer, [])
         assert (row is None) == (not values)
         if row is not None:
             np.testing.assert_allclose(row, np.percentile(values, range(1, 100)), rtol=1e-4, atol=1e-6)
@@ -169,26 +152,19 @@ def test_a_signal_is_measured_once_whoever_asks_for_it(tmp_path: Path, monkeypat
     assert both.percentiles == real(model, WINDOWS, signals=[Drift(), Entropy("latent")]).percentiles
 
 
-def refusal(calibration: Any, model: str = "llama", tau: str = "p25", **options: Any) -> str:
-    with pytest.raises(ConfigError) as error:
-        Halting(tau_drift=tau, calibration=calibration, **{"tau_entropy": None, "resume_layers": 0} | options).bind(
-            architecture_of(tiny.load(model))
-        )
-    return str(error.value)
-
-
 def test_what_does_not_belong_is_refused_with_the_remedy(tmp_path: Path, of_llama: Calibration) -> None:
-    said = refusal(of_llama, "gpt2")
-    assert "tau_drift='p25'" in said
-    assert "other weights" in said
-    assert "quicksilver calibrate" in said
     shallow = Calibration(3, of_llama.grid, {key: rows[:3] for key, rows in of_llama.percentiles.items()}, {})
-    assert "n_layers=3 and this one has 5" in refusal(shallow)
-    assert "Percentile p99.5 is outside the calibrated p1 to p99" in refusal(of_llama, tau="p99.5")
     only_l2 = Calibration(5, of_llama.grid, {"drift-l2": of_llama.percentiles["drift-l2"]}, {})
-    assert "has drift-l2, not 'drift-relative': calibrate again" in refusal(only_l2)
-    missing = refusal(tmp_path / "none.json")
-    assert "none.json" in missing
-    assert "quicksilver calibrate" in missing
-    with pytest.raises(ConfigError, match=r"shape \(W, N\).*\(0, 8\).*more text"):
+    for calibration, model, tau, says in (
+        (of_llama, "gpt2", "p25", "(?=.*tau_drift='p25')(?=.*other weights).*quicksilver calibrate"),
+        (shallow, "llama", "p25", "n_layers=3 and this one has 5"),
+        (of_llama, "llama", "p99.5", "Percentile p99.5 is outside the calibrated p1 to p99"),
+        (only_l2, "llama", "p25", "has drift-l2, not 'drift-relative': calibrate again"),
+        (tmp_path / "none.json", "llama", "p25", r"(?=.*none\.json).*quicksilver calibrate"),
+    ):
+        with tiny.refused(says):
+            Halting(tau_drift=tau, calibration=calibration, tau_entropy=None, resume_layers=0).bind(
+                architecture_of(tiny.load(model))
+            )
+    with tiny.refused(r"shape \(W, N\).*\(0, 8\).*more text"):
         calibrate(tiny.load("gpt2"), WINDOWS[:0, :8])

@@ -6,13 +6,13 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import refused
 
 from quicksilver.data import made_here
 from quicksilver.data.made_here import far_context, python_docs
 from quicksilver.data.overlap import NGRAM_WORDS, ngrams, without_overlap
 from quicksilver.data.text import read_text
 from quicksilver.runs.config import compose
-from quicksilver.runtime.errors import ConfigError
 
 
 def paragraphs(text: str) -> list[str]:
@@ -57,7 +57,7 @@ def test_a_part_is_whole_files_of_its_packages_and_parts_share_none(tmp_path, mo
         assert files[0].read_text(encoding="utf-8").strip() in text
         ast.parse(files[-1].read_text(encoding="utf-8"))
     monkeypatch.setattr(made_here.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(ConfigError, match="has no Python files: dataset=python-source needs the library's source"):
+    with refused("has no Python files: dataset=python-source needs the library's source"):
         read_text(compose(["dataset=python-source"]).dataset)
 
 

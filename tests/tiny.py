@@ -110,8 +110,8 @@ def build(family: str, **changes: Any) -> PreTrainedModel:
 
 
 @functools.cache
-def load(name: str, attention: str = "sdpa", exact: bool = False) -> PreTrainedModel:
-    """The model of that name: a family, or the trained stories260K; `exact`: in float64. Skips the test where the data folder is absent."""
+def load(name: str, attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model of that name: a family, or the trained stories260K. Skips the test where the data folder is absent."""
     if name == STORIES:
         root = data_folder()
         if root is None:
@@ -120,7 +120,7 @@ def load(name: str, attention: str = "sdpa", exact: bool = False) -> PreTrainedM
     else:
         model = build(name)
     model.set_attn_implementation("eager" if name in EAGER_ONLY else attention)
-    return model.double() if exact else model
+    return model.to(dtype)
 
 
 def ids(rows: int, tokens: int, seed: int = 0, low: int = 1) -> torch.Tensor:

@@ -96,7 +96,7 @@ def test_of_any_model(name: str, attention: str, data: st.DataObject, tmp_path_f
 @settings(max_examples=draws(4))
 def test_of_any_mechanisms_together(names, family, data, tmp_path_factory):
     path = tmp_path_factory.mktemp("trace") / "trace.safetensors"
-    check(tiny.load(family, exact=True), data.draw(ragged()), data.draw(drawn(names)), data, path, whole=False)
+    check(tiny.load(family, dtype=torch.float64), data.draw(ragged()), data.draw(drawn(names)), data, path, whole=False)
 
 
 def check(model: PreTrainedModel, batch: Batch, modules: list[RuntimeModule], data: st.DataObject, path: Path, whole: bool):
@@ -211,7 +211,7 @@ def test_padding_on_the_right_is_no_difference_either(name: str, execution: str,
 def test_together_they_look_ahead_in_prompts_alone_and_what_is_counted_from_outside_is_billed(names: tuple[str, ...]) -> None:
     modules, everywhere = modules_of(names), Protocol("all", window_tokens=24, batch_size=4)
     for protocol in [PROTOCOL] + [everywhere] * all(module.causal for module in modules):
-        assert audit(tiny.load("gpt2", exact=True), WINDOWS, protocol, modules).max_abs_logit_difference < 1e-9
+        assert audit(tiny.load("gpt2", dtype=torch.float64), WINDOWS, protocol, modules).max_abs_logit_difference < 1e-9
     if not all(module.causal for module in modules):
         with tiny.refused(r"(TokenFusion|KVSkipping).*lookahead"):
             check_allowed(modules, everywhere)

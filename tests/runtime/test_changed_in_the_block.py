@@ -151,7 +151,7 @@ def test_padding_between_tokens_is_right_or_refused(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", tiny.FAMILIES)
 def test_every_family_runs_in_every_format_with_every_missing_kv(name: str, dtype: torch.dtype, missing_kv: str) -> None:
-    model = copy.deepcopy(tiny.load(name)).to(dtype)
+    model = tiny.load(name, dtype=dtype)
     policy = Hashed(halt=0.2, missing_kv=missing_kv)
     compact, masked = (tiny.forward(model, BATCH, [policy], execution=each).logits[0] for each in ("compact", "masked"))
     assert compact.dtype == dtype

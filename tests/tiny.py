@@ -5,7 +5,7 @@ Nothing here is a test. Models are cached: tests must leave them as they found t
 
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +17,18 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from quicksilver.modules.fitted import BoundTranslator, ModelShape, Translator
-from quicksilver.runtime import MISSING_KV, Architecture, LayerView, QuickSilverError, Run, RuntimeModule, TokenPolicy, TokenState
-from quicksilver.runtime.run import apply
+from quicksilver.runtime import (
+    MISSING_KV,
+    Architecture,
+    ConfigError,
+    LayerView,
+    QuickSilverError,
+    Run,
+    RuntimeModule,
+    TokenPolicy,
+    TokenState,
+    apply,
+)
 from quicksilver.runtime.trace import Trace
 
 VOCABULARY = 61
@@ -100,7 +110,7 @@ def build(family: str, **changes: Any) -> PreTrainedModel:
 
 
 @functools.cache
-def load(name: str, attention: str = "sdpa") -> PreTrainedModel:
+def load(name: str, attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model of that name: a family, or the trained stories260K. Skips the test where the data folder is absent."""
     if name == STORIES:
         root = data_folder()
@@ -110,7 +120,12 @@ def load(name: str, attention: str = "sdpa") -> PreTrainedModel:
     else:
         model = build(name)
     model.set_attn_implementation("eager" if name in EAGER_ONLY else attention)
-    return model
+    return model.to(dtype)
+
+
+def ids(rows: int, tokens: int, seed: int = 0, low: int = 1) -> torch.Tensor:
+    """(rows, tokens) long: random tokens from `low` on."""
+    return torch.randint(low, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(seed))
 
 
 # -- batches ---------------------------------------------------------------------------------------------------------------------
@@ -150,6 +165,11 @@ class Batch:
 
     def alone(self, i: int) -> "Batch":
         return Batch((self.rows[i],))
+
+
+LONG = Batch((tuple(range(1, 33)),))
+EVEN = Batch((tuple(range(1, 25)), tuple(range(30, 54))))
+RAGGED = Batch((tuple(range(1, 29)), tuple(range(30, 48))))
 
 
 def token_ids(low: int = 1, high: int = 16) -> st.SearchStrategy[tuple[int, ...]]:
@@ -237,6 +257,7 @@ class Hashed(Halts):
     Args:
         halt, skip: rates per layer.
         missing_kv: a mode, or "mixed": the mode is drawn for each token.
+        first_pass: nothing is decided before it.
         protect: first tokens of a sequence that are left alone (0: even the first one may go).
     """
 
@@ -246,6 +267,7 @@ class Hashed(Halts):
     resume_layers: int = 0
     protect: int = 1
     seed: int = 0
+    first_pass: int = 0
 
     priority = 10
 
@@ -256,6 +278,8 @@ class Hashed(Halts):
         return (chance(self.seed + 1000, layer, slots, ids) < self.skip) & (slots >= self.protect)
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
+        if view.pass_index < self.first_pass:
+            return
         halts = self.halts(view.layer, view.slots, view.input_ids)
         if self.missing_kv == "mixed":
             how = (chance(self.seed + 2000, 0, view.slots, view.input_ids) * len(MISSING_KV)).long()
@@ -388,6 +412,24 @@ class HaltAll(Halts):
         self._halt(view, tokens, tokens.active)
 
 
+class Does(TokenPolicy):
+    """Calls `act(view, tokens)` after every layer, or after `at` alone; `facts` are further attributes of the policy."""
+
+    causal, copies_kv = True, False
+
+    def __init__(
+        self, act: Callable[[LayerView, TokenState], object] = lambda view, tokens: None, at: int | None = None, **facts: Any
+    ):
+        self.act, self.at = act, at
+        vars(self).update(facts)
+
+    def acts_at(self, layer: int) -> bool:
+        return self.at in (None, layer)
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        self.act(view, tokens)
+
+
 def hashed(missing_kv: Sequence[str] = (*MISSING_KV, "mixed"), protect: int = 1) -> st.SearchStrategy[Hashed]:
     return st.builds(
         Hashed, halt=st.sampled_from([0.1, 0.3, 0.6]), skip=st.sampled_from([0.0, 0.3]), missing_kv=st.sampled_from(missing_kv),
@@ -474,6 +516,34 @@ def assert_close(a: Sequence[torch.Tensor] | torch.Tensor, b: Sequence[torch.Ten
     for left, right in zip(a, b, strict=True):
         largest = float(right.abs().max()) if right.numel() else 0.0
         torch.testing.assert_close(left, right, atol=atol * max(1.0, largest / 10), rtol=1e-5)
+
+
+@contextmanager
+def refused(says: str = "", error: type[Exception] = ConfigError) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    """What is done inside is refused in one line that `says` matches."""
+    with pytest.raises(error, match=says or None) as raised:
+        yield raised
+    assert "\n" not in str(raised.value)
+
+
+def _apart_from_weights(model: torch.nn.Module) -> list[tuple[str, Any]]:
+    """All that may be left on a model: attributes, hooks, an instance's own forward, other parameters, gradients, the configs."""
+    configs = (getattr(model, name, None) for name in ("config", "generation_config"))
+    found: list[tuple[str, Any]] = [("config", config and config.to_dict()) for config in configs]
+    for name, module in model.named_modules():
+        own = {k: v for k, v in module.__dict__.items() if k not in ("_parameters", "_buffers", "_modules")}
+        found += [(f"{name}.{k}", dict(v) if isinstance(v, dict) else v) for k, v in own.items()]
+    shared = model.named_parameters(remove_duplicate=False)
+    return found + [(name, (id(p), p.dtype, p.requires_grad, id(p.grad))) for name, p in shared]
+
+
+@contextmanager
+def left_untouched(model: torch.nn.Module) -> Iterator[None]:
+    """What is done inside leaves nothing on the model, and its weights as they were."""
+    before, weights = _apart_from_weights(model), {name: value.clone() for name, value in model.state_dict().items()}
+    yield
+    assert [pair for pair in zip(before, _apart_from_weights(model), strict=True) if pair[0] != pair[1]] == []
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from looking import Pass, architecture
+from tiny import EVEN, LONG, RAGGED
 
 from quicksilver.baselines.eviction import HeavyHitter, SinkAttention, SlidingWindow
 from quicksilver.baselines.halting import ConfidenceExit, OneShotHalting, PromptPruning, StaticExit
@@ -21,10 +22,6 @@ from quicksilver.measure.quality import by_chance
 from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, Replay, TokenFusion, shuffled
 from quicksilver.runtime import ConfigError, UnsupportedModelError, apply
 from quicksilver.runtime.trace import Trace
-
-LONG = tiny.Batch((tuple(range(1, 33)),))
-RAGGED = tiny.Batch((tuple(range(1, 29)), tuple(range(30, 48))))
-EVEN = tiny.Batch((tuple(range(1, 25)), tuple(range(30, 54))))
 
 
 # -- exits -----------------------------------------------------------------------------------------------------------------------
@@ -136,9 +133,8 @@ def test_pruning_is_progressive_and_what_was_dropped_has_no_kv_above(n: int) -> 
 def test_one_shot_halting_halts_the_smallest_attention_outputs_once() -> None:
     model = tiny.load("llama")
     seen: list[torch.Tensor] = []
-    handle = model.model.layers[1].self_attn.register_forward_hook(lambda module, args, output: seen.append(output[0]))
-    tiny.forward(model, LONG, [])
-    handle.remove()
+    with model.model.layers[1].self_attn.register_forward_hook(lambda module, args, output: seen.append(output[0])):
+        tiny.forward(model, LONG, [])
     norm = seen[0].norm(dim=-1)[0, :-1]  # the last token is spared
     peer = tiny.forward(model, LONG, [OneShotHalting(start=0.4, halted_share=0.5, protect_first=0)], chunks=[24, 8])
     whole = tiny.forward(model, LONG, [OneShotHalting(start=0.4, halted_share=0.5, protect_first=0)])
@@ -149,17 +145,14 @@ def test_one_shot_halting_halts_the_smallest_attention_outputs_once() -> None:
 
 
 # -- attention spans and eviction ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("execution", ["compact", "masked"])
 @pytest.mark.parametrize(("window", "sinks"), [(5, 0), (5, 2), (1, 3)])
-def test_sinks_and_window_keep_exactly_those_slots(window: int, sinks: int, masked: bool) -> None:
-    module = SinkAttention(window=window, sinks=sinks)
-    execution = "masked" if masked else "compact"
-    with torch.no_grad(), apply(tiny.load("llama"), [module], execution=execution) as run:
-        tiny.passes(tiny.load("llama"), RAGGED.inputs(), [24, 3, 1])
-        for store in run._cache.layers:
-            for row, n in enumerate((28, 18)):
-                expected = sorted({*range(sinks), *range(n - window + 1, n)})
-                assert store.slots[row][store.is_entry[row]].tolist() == expected
+def test_sinks_and_window_keep_exactly_those_slots(window: int, sinks: int, execution: str) -> None:
+    modules = [SinkAttention(window=window, sinks=sinks)]
+    for store in tiny.forward(tiny.load("llama"), RAGGED, modules, chunks=[24, 3, 1], execution=execution).run._cache.layers:
+        for row, n in enumerate((28, 18)):
+            expected = sorted({*range(sinks), *range(n - window + 1, n)})
+            assert store.slots[row][store.is_entry[row]].tolist() == expected
 
 
 @torch.no_grad()
@@ -222,7 +215,7 @@ def test_an_evicted_entry_cannot_be_taken_back() -> None:
     model = tiny.load("llama")
     with torch.no_grad(), apply(model, [SlidingWindow(window=5)]):
         cache = model(LONG.ids, use_cache=True).past_key_values
-        with pytest.raises(UnsupportedModelError, match="left the cache.*without speculation"):
+        with tiny.refused("left the cache.*without speculation", UnsupportedModelError):
             cache.crop(-2)
 
 
@@ -233,11 +226,8 @@ def test_eviction_goes_with_halting_quantization_and_fusion() -> None:
         [AdaptiveQuantization(bits=8)],
         [TokenFusion(fused_share=0.2, decode_every=2, rule="capacity")],
     ):
-        modules = [*others, evicting]
-        compact, masked = (
-            tiny.forward(tiny.load("gpt2"), RAGGED, modules, chunks=[22, *[1] * 6], execution=execution)
-            for execution in ("compact", "masked")
-        )
+        given = tiny.load("gpt2"), RAGGED, [*others, evicting]
+        compact, masked = (tiny.forward(*given, chunks=[22, *[1] * 6], execution=each) for each in ("compact", "masked"))
         tiny.assert_close(RAGGED.real(compact.logits), RAGGED.real(masked.logits), atol=2e-5)
         assert compact.run.kv_bytes.billed == compact.run.kv_bytes.resident
         assert all(int(store.lengths.max()) <= 8 for store in compact.run._cache.layers)
@@ -252,7 +242,7 @@ def test_the_null_of_evictions_is_chance_at_the_same_budget() -> None:
     null = tiny.forward(tiny.load("gpt2"), EVEN, [chance], chunks=[20, 4])
     assert null.run.kv_bytes == run.run.kv_bytes
     assert null.run._cache.layers[1].slots.tolist() != run.run._cache.layers[1].slots.tolist()
-    with pytest.raises(ConfigError, match="evicted cannot be shuffled"):
+    with tiny.refused("evicted cannot be shuffled"):
         shuffled(run.trace, 0)
 
 
@@ -272,18 +262,15 @@ def test_where_nothing_is_chosen_there_is_no_null() -> None:
 @pytest.mark.parametrize("family", tiny.thinned(tiny.FAMILIES))
 def test_int8_changes_logits_within_a_bound_and_its_layers_multiply_by_the_kernel_it_names(family: str) -> None:
     model = tiny.load(family)
-    dense = tiny.forward(model, EVEN, []).logits
-    quantised = tiny.forward(model, EVEN, [Int8Dynamic()]).logits
-    moved = (quantised - dense).norm() / dense.norm()
-    assert 1e-4 < float(moved) < 0.1
     module = Int8Dynamic()
+    dense, quantised = (tiny.forward(model, EVEN, modules).logits for modules in ([], [module]))
+    assert 1e-4 < float((quantised - dense).norm() / dense.norm()) < 0.1
     with torch.no_grad(), apply(model, [module]) as run:
         counted = count_by_operator(lambda: model(EVEN.ids))
         integer = 2 * 48 * run.arch.linear_params_per_layer * run.arch.n_layers
         (kernel,) = module.kernel.split(" and ")
-        operator = {"int_mm": "aten._int_mm", "fbgemm_reduced": "quantized.linear_with_input_q_dq_qweight_dq_output_fp32"}.get(
-            kernel.split()[0], "quantized.linear_dynamic"
-        )
+        named = {"int_mm": "aten._int_mm", "fbgemm_reduced": "quantized.linear_with_input_q_dq_qweight_dq_output_fp32"}
+        operator = named.get(kernel.split()[0], "quantized.linear_dynamic")
         columns = 1.1 if kernel.startswith("qnnpack") else 1.0  # two more a product, which set its scale
         assert integer <= counted[operator] <= columns * integer
         assert sum(n for name, n in counted.items() if name in ("aten.mm", "aten.addmm")) == 2 * 48 * tiny.WIDTH * tiny.VOCABULARY
@@ -307,12 +294,9 @@ def test_torchao_is_asked_for_by_name_or_gives_the_same() -> None:
             Int8Dynamic(backend="torchao")
         return
     for family in ("gpt2", "llama"):
-        model = tiny.load(family)
-        dense = tiny.forward(model, EVEN, []).logits
-        ours, theirs = (
-            (tiny.forward(model, EVEN, [Int8Dynamic(backend=backend)]).logits - dense).norm() for backend in ("torch", "torchao")
-        )
-        assert 0.5 < float(theirs / ours) < 2  # they round in other places
+        peers = ([], [Int8Dynamic(backend="torch")], [Int8Dynamic(backend="torchao")])
+        dense, ours, theirs = (tiny.forward(tiny.load(family), EVEN, modules).logits for modules in peers)
+        assert 0.5 < float((theirs - dense).norm() / (ours - dense).norm()) < 2  # they round in other places
 
 
 @pytest.mark.parametrize("family", tiny.thinned(tiny.FAMILIES))
@@ -331,14 +315,12 @@ def test_prompt_lookup_decodes_what_greedy_decoding_does_in_fewer_passes(family:
     model = tiny.load(family)
     prompt = torch.tensor([[5, 6, 7, 8] * 6])
     options = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
-    greedy = model.generate(prompt, **options)
-    with apply(model, [PromptLookup()]) as run:
-        assert torch.equal(model.generate(prompt, **options), greedy)
-        assert run.pass_index < 24
-    with apply(model, [Halting(tau_drift=0.5, tau_entropy=None, resume_layers=0)]):
-        halted = model.generate(prompt, **options)
-    with apply(model, [Halting(tau_drift=0.5, tau_entropy=None, resume_layers=0), PromptLookup()]):
-        assert torch.equal(model.generate(prompt, **options), halted)
+    for modules in ([], [Halting(tau_drift=0.5, tau_entropy=None, resume_layers=0)]):
+        with apply(model, modules):
+            wanted = model.generate(prompt, **options)
+        with apply(model, [*modules, PromptLookup()]) as run:
+            assert torch.equal(model.generate(prompt, **options), wanted)
+            assert run.pass_index < 24
 
 
 # -- prompt truncation -------------------------------------------------------------------------------------------------------------
@@ -412,7 +394,7 @@ def test_as_many_are_kept_as_asked_for_and_always_the_last(lengths, keep, which)
         valid[row, 24 - length :] = True
     module = PromptTruncation(keep=keep, which=which)
     if isinstance(keep, int) and keep > max(lengths):
-        with pytest.raises(ConfigError, match=f"keep={keep} is more than the prompt's {max(lengths)} tokens"):
+        with tiny.refused(f"keep={keep} is more than the prompt's {max(lengths)} tokens"):
             module.kept(valid, None)
         return
     kept = module.kept(valid, None)
@@ -435,5 +417,5 @@ def test_its_null_keeps_as_many_at_random(model):
 
 
 def test_speculative_decoding_is_refused(model):
-    with apply(model, [PromptTruncation(keep=14)]), pytest.raises(ConfigError, match="cuts the prompt, and speculative decoding"):
+    with apply(model, [PromptTruncation(keep=14)]), tiny.refused("cuts the prompt, and speculative decoding"):
         generated(model, IDS[:1], prompt_lookup_num_tokens=2)

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 from thinning import first
+from tiny import refused
 
 from quicksilver.data import tasks
 from quicksilver.data.spec import DatasetConfig, SplitConfig, TaskConfig
 from quicksilver.data.tasks import f1, load_metric, read_task, scored, text_of
 from quicksilver.runs.config import compose
 from quicksilver.runs.run import RunContext
-from quicksilver.runtime.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LABELS = {" bad": ["0", "negative"], " good": ["1", "positive"]}
@@ -65,7 +65,7 @@ def test_shots_are_balanced_and_stand_before_every_prompt(tmp_path):
     found = read_task(config, root=tmp_path).examples
     assert [one.prompt for one in found] == [f"a It was good\n\nc It was bad\n\n{letter} It was" for letter in "abc"]
     assert len(read_task(task(tmp_path, ["a\t1"] * 10, examples=4), root=tmp_path).examples) == 4
-    with pytest.raises(ConfigError, match=r"task\.shots=2: the training rows have 1 that are balanced"):
+    with refused(r"task\.shots=2: the training rows have 1 that are balanced"):
         read_task(task(tmp_path, ["a\t1", "b\t1"], shots=2), root=tmp_path)
 
 
@@ -82,6 +82,7 @@ MISTAKES = {
     "one label": (["fine\t1"], {"labels": {" good": ["1"]}}, r"give labels \(two or more words"),
     "no number": (["fine\tfine"], {"metrics": ["pearson_spearman"]}, r"the label 'fine' is no number"),
     "rows": (["fine\t1"], {"train": SplitConfig(first_row=3, end_row=3)}, r"rows 3 to 3 are none"),
+    "broken json": ([], {"validation": SplitConfig(files=["broken.jsonl"])}, r"broken\.jsonl, line 2: a json array is no object"),
     "no file": (["fine\t1"], {"validation": SplitConfig(files=["other.tsv"])}, r"there is no file .*other\.tsv for dataset\.task\.validation"),
 }  # fmt: skip
 
@@ -89,15 +90,9 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_what_does_not_fit_is_said_in_one_line(tmp_path, mistake):
     rows, changes, says = MISTAKES[mistake]
-    with pytest.raises(ConfigError, match=says) as caught:
+    (tmp_path / "broken.jsonl").write_text('{"sentence": "a", "label": 1}\n[1]\n')
+    with refused(says):
         read_task(task(tmp_path, rows, **changes), root=tmp_path)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_broken_line_of_json_is_named(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"sentence": "a", "label": 1}\n[1]\n')
-    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2: a json array is no object"):
-        read_task(task(tmp_path, [], validation=SplitConfig(files=["rows.jsonl"])), root=tmp_path)
 
 
 @pytest.mark.parametrize("name", first(sorted(OFFICIAL, key=OFFICIAL.__getitem__), 3))
@@ -120,10 +115,10 @@ def test_qnli_is_divided(data_root):
 @pytest.mark.parametrize("name", FROM_HUB)
 def test_what_is_not_at_hand_says_so(name, data_root, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=f"dataset={name}: .*unavailable offline"):
+    with refused(f"dataset={name}: .*unavailable offline"):
         read_task(compose([f"dataset={name}", "measure=task"]).dataset, root=data_root)
     config = compose(["dataset=sst2", "measure=task", "dataset.task.validation.files=[/not/there.tsv]"]).dataset
-    with pytest.raises(ConfigError, match=r"no file /not/there\.tsv, and of the hub's nyu-mll/glue: .*give dataset\.task"):
+    with refused(r"no file /not/there\.tsv, and of the hub's nyu-mll/glue: .*give dataset\.task"):
         read_task(config)
 
 
@@ -138,7 +133,7 @@ def test_labels_are_part_of_the_identity_and_places_are_not(data_root):
 
 def test_a_text_s_identity_knows_nothing_of_tasks():
     assert "task" not in compose([]).identity()["dataset"]
-    with pytest.raises(ConfigError, match=r"the reader `task` goes with dataset\.task"):
+    with refused(r"the reader `task` goes with dataset\.task"):
         compose(["dataset=sst2", "dataset.reader=text"])
 
 
@@ -147,26 +142,27 @@ def metrics() -> Any:
     return pytest.importorskip("sklearn.metrics")  # not while tests are collected
 
 
-classes = st.integers(2, 40).flatmap(lambda n: st.tuples(*[st.lists(st.integers(0, 2), min_size=n, max_size=n)] * 2))
-values = st.integers(3, 40).flatmap(lambda n: st.tuples(*[st.lists(st.integers(-9, 9), min_size=n, max_size=n)] * 2))
+def answers(values: st.SearchStrategy[int]) -> st.SearchStrategy[Any]:
+    """Two arrays of one length: gold and predicted."""
+    lists = st.integers(3, 40).flatmap(lambda n: st.tuples(*[st.lists(values, min_size=n, max_size=n)] * 2))
+    return lists.map(lambda both: tuple(np.array(one, dtype=float) for one in both))
 
 
-@given(classes)
+@given(answers(st.integers(0, 2)))
 def test_scores_of_classes_are_scikit_learn_s(drawn):
-    gold, predicted = (np.array(one, dtype=float) for one in drawn)
+    gold, predicted = drawn
     assert tasks.accuracy(gold, predicted) == pytest.approx(metrics().accuracy_score(gold, predicted))
-    assert tasks.f1_macro(gold, predicted) == pytest.approx(
-        metrics().f1_score(gold, predicted, average="macro", zero_division=0.0)
-    )
+    macro = metrics().f1_score(gold, predicted, average="macro", zero_division=0.0)
+    assert tasks.f1_macro(gold, predicted) == pytest.approx(macro)
     two = gold.clip(max=1), predicted.clip(max=1)
     assert f1(*two) == pytest.approx(metrics().f1_score(*two, zero_division=0.0))
     if len({*two[0], *two[1]}) == 2:  # scikit-learn warns of a single class
         assert tasks.matthews(*two) == pytest.approx(metrics().matthews_corrcoef(*two), abs=1e-9)
 
 
-@given(values)
+@given(answers(st.integers(-9, 9)))
 def test_correlations_are_scipy_s(drawn):
-    x, y = (np.array(one, dtype=float) for one in drawn)
+    x, y = drawn
     varies = x.std() != 0 and y.std() != 0
     assert tasks.pearson(x, y) == pytest.approx(stats.pearsonr(x, y).statistic if varies else 0, abs=1e-9)
     assert tasks.spearman(x, y) == pytest.approx(stats.spearmanr(x, y).statistic if varies else 0, abs=1e-9)
@@ -217,20 +213,17 @@ def test_a_script_at_hand_says_what_our_own_metrics_say_and_answers_that_it_refu
     gold, predicted = draw.integers(0, 2, 80).astype(float), draw.integers(0, 2, 80).astype(float)
     metric = load_metric(str(tmp_path / "of_tasks.py"))
     assert metric(gold, predicted) == pytest.approx(scored(["accuracy", "f1", "matthews"], gold, predicted))
-    with pytest.raises(ConfigError, match=r"of_tasks\.py refuses these answers") as caught:
+    with refused(r"of_tasks\.py refuses these answers"):
         metric([0.0, 1.0, 2.0], [2.0, 1.0, 0.0])  # F1 is of two classes
-    assert "\n" not in str(caught.value)
 
 
 def test_a_metric_that_cannot_be_had_is_one_line_with_the_remedy(evaluate, tmp_path, monkeypatch):
     unreachable = Mock(side_effect=ConnectionError("Couldn't reach the hub\nand a long trace of requests"))
     monkeypatch.setattr(evaluate, "load", unreachable)
-    says = r"glue/sst2 cannot be loaded \(ConnectionError: Couldn't reach the hub\)\. Without a network"
-    with pytest.raises(ConfigError, match=says) as caught:
+    with refused(r"glue/sst2 cannot be loaded \(ConnectionError: Couldn't reach the hub\)\. Without a network"):
         load_metric("glue/sst2")
-    assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match=r"there is no such file"):
+    with refused("there is no such file"):
         load_metric(str(tmp_path / "none.py"))
     monkeypatch.setitem(sys.modules, "evaluate", None)
-    with pytest.raises(ConfigError, match=r"pip install '.+\[tasks\]'"):
+    with refused(r"pip install '.+\[tasks\]'"):
         load_metric("accuracy")

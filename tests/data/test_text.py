@@ -1,6 +1,9 @@
-"""Texts and windows: the right part, every token's bytes, and one message for everything that is no text."""
+"""Texts and windows: the right part, every token's bytes, one message for what is no text. Texts that the package makes where it runs are the same
+every time, their parts share nothing, and they have nothing that an evaluation text has."""
 
+import ast
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,13 +12,17 @@ from harness_world import make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thinning import first
+from tiny import refused
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
+from quicksilver.data import made_here
+from quicksilver.data.made_here import far_context, python_docs
+from quicksilver.data.overlap import NGRAM_WORDS, ngrams, without_overlap
 from quicksilver.data.spec import DatasetConfig, FilesConfig, HubDatasetConfig
 from quicksilver.data.text import read_text
 from quicksilver.data.windows import encode, token_byte_lengths
-from quicksilver.runtime.errors import ConfigError
+from quicksilver.runs.config import compose
 
 
 def local(reader: str, path: Path | str, **more) -> DatasetConfig:
@@ -36,17 +43,17 @@ def test_scored_and_calibrating_documents_are_disjoint(tmp_path):
     config = local("documents", path, documents=4, calibration_documents=5)
     assert read_text(config).text.split("\n\n") == [f"document {i}" for i in range(4)]
     assert read_text(config, "calibration").text.split("\n\n") == ["document 4", "document 5"]
-    with pytest.raises(ConfigError, match=r"calibrating needs dataset\.documents"):
+    with refused(r"calibrating needs dataset\.documents"):
         read_text(local("documents", path), "calibration")
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [(b"\x00\x01text", "is binary"), (b"caf\xe9", r"is not UTF-8 text \(byte 3"), (b" \n\n ", "has no text in its test part")],
-)
-def test_what_is_no_text_is_named(tmp_path, content, says):
-    (tmp_path / "file").write_bytes(content)
-    with pytest.raises(ConfigError, match=f"{tmp_path / 'file'} {says}"):
+NO_TEXT = {"is binary": b"\x00\x01text", r"is not UTF-8 text \(byte 3": b"caf\xe9", "has no text in its test part": b" \n\n "}
+
+
+@pytest.mark.parametrize("says", NO_TEXT)
+def test_what_is_no_text_is_named(tmp_path, says):
+    (tmp_path / "file").write_bytes(NO_TEXT[says])
+    with refused(f"{tmp_path / 'file'} {says}"):
         read_text(local("text", tmp_path / "file"))
 
 
@@ -58,7 +65,7 @@ def test_what_is_no_text_is_named(tmp_path, content, says):
     (DatasetConfig("mine", "pydoc", files=FilesConfig("/x")), "test", "have no effect on python-docs"),
 ])  # fmt: skip
 def test_what_is_missing_or_has_no_effect_is_named(config, part, says):
-    with pytest.raises(ConfigError, match=says):
+    with refused(says):
         read_text(config, part)
 
 
@@ -76,7 +83,7 @@ def test_windows_are_disjoint_and_spread_over_the_whole_text(tokenizer):
     assert torch.equal(some.ids, every.ids[[0, 9, 19]])
     assert some.token_digest != every.token_digest == encode(text, tokenizer, 10, limit=99).token_digest
     assert every.token_bytes[every.ids].sum() == 200
-    with pytest.raises(ConfigError, match=r"9 tokens and one window needs 10.*window_tokens"):
+    with refused(r"9 tokens and one window needs 10.*window_tokens"):
         encode("too short", tokenizer, 10)
 
 
@@ -106,10 +113,79 @@ def test_real_tokenizers_on_real_text(folder: str, dummy_space: int, data_root):
 def test_a_tokenizer_that_loses_bytes_has_no_bits_per_byte(tokenizer, monkeypatch):
     lossy = Tokenizer(models.WordPiece(vocab={"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     lossy.decoder = decoders.WordPiece()
-    with pytest.raises(ConfigError, match=r"WordPiece.*token_bytes=None") as caught:
+    with refused(r"WordPiece.*token_bytes=None") as caught:
         token_byte_lengths(lossy)
-    with pytest.raises(ConfigError, match="dict has no"):
+    with refused("dict has no"):
         token_byte_lengths({})
     monkeypatch.setattr("quicksilver.data.windows.token_byte_lengths", lambda _: token_byte_lengths(lossy))
     windows = encode("enough text for it", tokenizer, 10)
     assert (windows.token_bytes, windows.why_no_bytes) == (None, str(caught.value))
+
+
+# -- texts that are made here ------------------------------------------------------------------------------------------------------
+def paragraphs(text: str) -> list[str]:
+    return [words for p in text.split("\n\n") if len(words := " ".join(p.split())) >= 40]
+
+
+@pytest.mark.parametrize("name", ["python-docs", "far-copy", "far-recall", "python-source"])
+def test_a_text_is_the_same_every_time_and_parts_share_nothing(name):
+    config = compose([f"dataset={name}"]).dataset
+    test, calibration = read_text(config), read_text(config, "calibration")
+    assert test.digest == read_text(config).digest != calibration.digest
+    if name != "python-source":
+        shared = r"\w{5,} [^\n]{60,}"
+        assert not set(re.findall(shared, test.text)) & set(re.findall(shared, calibration.text))
+
+
+def test_python_docs_scores_nothing_twice_and_never_calibrates_on_what_it_scores():
+    test, calibration = python_docs("test"), python_docs("calibration")
+    assert not set(paragraphs(test)) & set(paragraphs(calibration))
+    assert len(test) > 3 * len(calibration) > 100_000
+    assert len(paragraphs(test)) == len(set(paragraphs(test)))
+
+
+def test_every_copy_is_whole_and_every_question_is_answered_as_it_was_said():
+    text = far_context("copy", "test")
+    passage = text[:800]
+    assert text.count(passage) == 3
+    facts = re.findall(r"Where is the [a-z ]+\? In the [a-z]+\.", far_context("recall", "test"))
+    block = facts[:24]
+    assert sorted(block[:12]) == sorted(block[12:])
+    assert block[:12] != block[12:]
+    assert len(set(block)) == 12
+
+
+def test_a_part_is_whole_files_of_its_packages_and_parts_share_none(tmp_path, monkeypatch):
+    parts = {part: made_here.source_files(part) for part in made_here.PACKAGES}
+    assert not set(parts["test"]) & set(parts["calibration"])
+    for part, files in parts.items():
+        text = made_here.python_source(part)
+        assert len(text) > 300_000
+        assert "test" not in {name for path in files for name in path.parts[-3:-1]}
+        assert files[0].read_text(encoding="utf-8").strip() in text
+        ast.parse(files[-1].read_text(encoding="utf-8"))
+    monkeypatch.setattr(made_here.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with refused("has no Python files: dataset=python-source needs the library's source"):
+        read_text(compose(["dataset=python-source"]).dataset)
+
+
+WORDS = st.lists(st.sampled_from("abcd"), min_size=0, max_size=60)
+
+
+@given(ours=st.lists(WORDS, max_size=6), theirs=WORDS, words=st.integers(2, 5))
+def test_nothing_that_is_shared_is_left_within_a_line(ours: list[list[str]], theirs: list[str], words: int):
+    text = "".join(" ".join(line) + "\n" for line in ours)
+    found = without_overlap(text, {"test": " ".join(theirs)}, words)
+    held = set(ngrams(" ".join(theirs), words))
+    assert not any(held & set(ngrams(line, words)) for line in found.text.splitlines())
+    assert found.removed == found.removed_by["test"]
+    if not held & set(ngrams(text, words)):
+        assert (found.text, found.removed) == (text, 0)
+
+
+def test_case_and_punctuation_hide_nothing_and_a_shared_run_across_lines_counts():
+    run = [f"word{i}" for i in range(NGRAM_WORDS)]
+    text = "first line stays\n" + " ".join(run[:7]).upper() + ",\n" + "; ".join(run[7:]) + ".\nlast line stays\n"
+    found = without_overlap(text, {"test": "before " + " ".join(run) + " after", "other": "nothing of it"})
+    assert found.text == "first line stays\nlast line stays\n"
+    assert (found.paragraphs, found.removed, found.removed_by) == (4, 2, {"test": 2, "other": 0})

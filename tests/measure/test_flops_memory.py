@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import Batch, Hashed, load
+from tiny import Batch, Does, Hashed, load
 from torch.utils.flop_counter import FlopCounterMode
 
 from quicksilver.measure import attention_pairs, count_by_operator, count_executed, memory, peak_memory
@@ -21,7 +21,7 @@ from quicksilver.measure.memory import MemoryResult, paper_kv_delta_bytes, peak_
 from quicksilver.records.record import load_record
 from quicksilver.runs.config import compose
 from quicksilver.runs.run import ensure
-from quicksilver.runtime import ConfigError, LayerView, TokenPolicy, TokenState, apply
+from quicksilver.runtime import LayerView, TokenState, apply
 
 MIB = 1 << 20
 HALF, FULL = 4 * 2 * 4 * 8 * 55, 4 * 2 * 4 * 8 * 100  # operations of ten queries and keys, causal and not
@@ -161,25 +161,18 @@ def test_the_dense_side_of_memory_is_the_same_whether_another_run_weighed_it_bef
     assert dense.kv_bytes_by_layer.resident == dense.kv_bytes_by_layer.dense == sides[0][1]
 
 
-class _Worker(TokenPolicy):
-    """Computes two products in each decision, by its own hand and by the output head; counts none, or its own as well."""
-
-    counts_itself, returns = False, False
-
-    def decide(self, view: LayerView, tokens: TokenState) -> None:
+@pytest.mark.parametrize("counts_itself", [False, True])
+def test_what_a_decision_of_ones_own_computes_is_counted_once_and_operators_agree(counts_itself: bool) -> None:
+    def work(view: LayerView, tokens: TokenState) -> None:
+        """Two products, by its own hand and by the output head; it counts none, or its own as well."""
         view.after @ torch.ones(view.after.shape[-1], 96)
-        if self.counts_itself:
+        if counts_itself:
             view.add_signal_flops(2 * 96 * view.after.numel())
         view.logits(tokens.active)
         tokens.halt(tokens.active & (view.slots % 2 == 0), missing_kv="drop")
-        return tokens.active if self.returns else None  # type: ignore[return-value]
 
-
-@pytest.mark.parametrize("counts_itself", [False, True])
-def test_what_a_decision_of_ones_own_computes_is_counted_once_and_operators_agree(counts_itself: bool) -> None:
-    model, ids, worker = tiny.build("gpt2"), torch.randint(1, tiny.VOCABULARY, (2, 24)), _Worker()
-    worker.counts_itself = counts_itself
-    with torch.no_grad(), apply(model, [worker]) as run:
+    model, ids = tiny.build("gpt2"), tiny.ids(2, 24)
+    with torch.no_grad(), apply(model, [Does(work)]) as run:
         interposed = count_executed(lambda: model(ids))
         assert run.flops.signals > 0
         assert run.flops.executed == pytest.approx(interposed, rel=0.01)
@@ -190,8 +183,6 @@ def test_what_a_decision_of_ones_own_computes_is_counted_once_and_operators_agre
 
 
 def test_a_decision_that_returns_something_is_refused() -> None:
-    worker = _Worker()
-    worker.returns = True
-    model = tiny.build("gpt2")
-    with torch.no_grad(), apply(model, [worker]), pytest.raises(ConfigError, match=r"call tokens\.halt"):
-        model(torch.ones(1, 8, dtype=torch.long))
+    returns = type("Returns", (Does,), {"decide": lambda self, view, tokens: tokens.active})
+    with tiny.refused(r"call tokens\.halt"):
+        tiny.forward(tiny.load("gpt2"), tiny.EVEN, [returns()])

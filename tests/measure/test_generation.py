@@ -8,14 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import load
+from tiny import load, refused
 
 from quicksilver.measure.generation import TEXTS, GenerationResult, compared, continued, distinct, edit_distance, gumbel_noise
 from quicksilver.modules import StaticDepth
 from quicksilver.runs.config import compose
 from quicksilver.runs.run import ensure
 from quicksilver.runtime import apply
-from quicksilver.runtime.errors import ConfigError
 
 PROMPTS = torch.tensor([[5, 9, 2, 33, 7, 5, 9, 2], [1, 44, 3, 8, 2, 2, 60, 17], [9, 9, 9, 1, 30, 4, 6, 5]])
 SMALL = ["measure=generation", "measure.generation.prompts=3", "measure.generation.prompt_tokens=16", "measure.generation.new_tokens=8"]  # fmt: skip
@@ -127,5 +126,5 @@ def test_mauve_is_asked_where_it_is_installed(world, monkeypatch):
 
 
 def test_more_than_the_context_is_refused(world):
-    with pytest.raises(ConfigError, match="prompt_tokens=16 and new_tokens=60 are more than the model's 64 positions"):
+    with refused("prompt_tokens=16 and new_tokens=60 are more than the model's 64 positions"):
         ensure([compose([*world, *HALTING, "measure.generation.new_tokens=60"])])

@@ -1,7 +1,6 @@
 """What a perplexity is made of: windows, nats, protocols; the audit that nothing looked ahead; and KL to dense."""
 
 import math
-from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -17,41 +16,30 @@ from quicksilver.data.windows import windows_of
 from quicksilver.measure import Protocol, score
 from quicksilver.measure.audit import audit
 from quicksilver.measure.perplexity import DenseLogits, divergence, scored_logits
-from quicksilver.runtime import ConfigError, LayerView, QuickSilverError, TokenPolicy, TokenState, apply
+from quicksilver.runtime import QuickSilverError, apply
 
 
-def random_windows(count: int, tokens: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, tiny.VOCABULARY, (count, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-@dataclass
-class HaltOddTokens(TokenPolicy):
-    """Causal: a token's own id decides. Halts after the first layer."""
-
-    def decide(self, view: LayerView, tokens: TokenState) -> None:
-        if view.layer == 0:
-            tokens.halt(tokens.active & (view.input_ids % 2 == 1), missing_kv="drop")
-
-
-@dataclass
-class HaltIfNextIsOdd(TokenPolicy):
-    """Reads the next token's id, and says that it does not."""
-
-    def decide(self, view: LayerView, tokens: TokenState) -> None:
-        if view.layer == 0 and view.input_ids.shape[1] > 1:
-            tokens.halt(tokens.active & (view.input_ids.roll(-1, dims=1) % 2 == 1))
+def odd(place: int) -> tiny.Does:
+    """Tokens halt after the first layer whose own id is odd (0), or the next token's (-1), which it says that it does not read."""
+    halt = lambda view, tokens: tokens.halt(tokens.active & (view.input_ids.roll(place, dims=1) % 2 == 1), missing_kv="drop")
+    return tiny.Does(halt, at=0)
 
 
 @given(length=st.integers(0, 200), size=st.integers(1, 40))
 def test_windows_are_disjoint_in_order_and_cover_the_text_up_to_a_tail(length: int, size: int) -> None:
     ids = torch.arange(length)
     if length < size:
-        with pytest.raises(ConfigError, match=rf"\b{length} tokens.*\b{size}\b"):
+        with tiny.refused(rf"\b{length} tokens.*\b{size}\b"):
             windows_of(ids, size)
         return
     windows = windows_of(ids, size)
     assert len(windows) == length // size
     assert torch.equal(windows.flatten(), ids[: len(windows) * size])
+
+
+NAMES = ("all", "continuation")
+ALL, CONTINUATION = (Protocol(name, 16, 8, 2) for name in NAMES)
+IDS = tiny.ids(5, 16)
 
 
 # -- scores ----------------------------------------------------------------------------------------------------------------------
@@ -65,7 +53,7 @@ def test_dense_scores_are_those_of_the_plain_model(count, batch, tokens, prompt,
     model = tiny.load("llama") if llama else tiny.load("gpt2")
     prompt = min(prompt, tokens - 1)
     protocol = Protocol("continuation" if continuation else "all", tokens, prompt, batch)
-    windows = random_windows(count, tokens, seed=tokens)
+    windows = tiny.ids(count, tokens, seed=tokens)
     table = torch.arange(tiny.VOCABULARY)
     scores = score(model, windows, protocol, table)
     with torch.no_grad():  # one window at a time, softmax in float64, no batching, no cache
@@ -85,9 +73,9 @@ def test_dense_scores_are_those_of_the_plain_model(count, batch, tokens, prompt,
 
 def test_the_prompt_has_its_own_share_of_the_ledgers_and_leaves_a_cache() -> None:
     protocol = Protocol("continuation", window_tokens=20, prompt_tokens=14, batch_size=4)
-    windows = random_windows(4, 20)
+    windows = tiny.ids(4, 20)
     dense = score(tiny.load("gpt2"), windows, protocol)
-    halted = score(tiny.load("gpt2"), windows, protocol, modules=[HaltOddTokens()])
+    halted = score(tiny.load("gpt2"), windows, protocol, modules=[odd(0)])
     for scores in (dense, halted):
         share = scores.windows["prompt_executed_flops"] / scores.windows["executed_flops"]
         assert share.between(0.5, 0.95).all()  # 14 of 19 tokens
@@ -98,25 +86,25 @@ def test_the_prompt_has_its_own_share_of_the_ledgers_and_leaves_a_cache() -> Non
     assert alone.kv_bytes_billed == 0
 
 
-@pytest.mark.parametrize("name", ["all", "continuation"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_logits_that_are_not_finite_are_an_error_that_names_window_and_protocol(name: str, value: float) -> None:
     model = tiny.build("gpt2")
-    windows = random_windows(4, 8)
+    windows = tiny.ids(4, 8)
     windows[windows == 7] = 8
     windows[2, 5] = 7  # the only window that holds the damaged embedding
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     with torch.no_grad():
         model.transformer.wte.weight[7] = value
     protocol = Protocol(name, window_tokens=8, prompt_tokens=4, batch_size=3)
-    with pytest.raises(QuickSilverError, match=rf"window 2: .*protocol={name}"):
+    with tiny.refused(rf"window 2: .*protocol={name}", QuickSilverError):
         score(model, windows, protocol)
 
 
-@pytest.mark.parametrize("name", ["all", "continuation"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_module_that_reads_the_next_token_is_caught(name: str) -> None:
-    audited = partial(audit, tiny.load("gpt2"), random_windows(4, 16), Protocol(name, 16, 8, 4), seed=1)
-    result = audited([HaltIfNextIsOdd()])
+    audited = partial(audit, tiny.load("gpt2"), tiny.ids(4, 16), Protocol(name, 16, 8, 4), seed=1)
+    result = audited([odd(-1)])
     assert result.max_abs_logit_difference > 0.05 * result.max_abs_logit
     assert result.leaks
     assert not audited([]).leaks
@@ -131,24 +119,18 @@ def test_nan_behind_other_tokens_is_no_small_movement(monkeypatch):
             yield logits * (math.nan if len(passes) > 1 else 1.0), tokens
 
     monkeypatch.setattr("quicksilver.measure.perplexity.scored_logits", poisoned)
-    with pytest.raises(QuickSilverError, match="NaN or infinite"):
-        audit(tiny.load("gpt2"), random_windows(4, 16), ALL, [], seed=1)
+    with tiny.refused("NaN or infinite", QuickSilverError):
+        audit(tiny.load("gpt2"), tiny.ids(4, 16), ALL, [], seed=1)
 
 
-@given(
-    tokens=st.integers(2, 12), prompt=st.integers(1, 11), name=st.sampled_from(["all", "continuation"]), seed=st.integers(0, 9)
-)
+@given(tokens=st.integers(2, 12), prompt=st.integers(1, 11), name=st.sampled_from(NAMES), seed=st.integers(0, 9))
 @settings(max_examples=draws(15), deadline=None)
 def test_the_audit_finds_probes_in_windows_of_any_length(tokens: int, prompt: int, name: str, seed: int) -> None:
     protocol = Protocol(name, window_tokens=tokens, prompt_tokens=min(prompt, tokens - 1))
-    result = audit(tiny.load("gpt2"), random_windows(1, tokens), protocol, seed=seed)
+    result = audit(tiny.load("gpt2"), tiny.ids(1, tokens), protocol, seed=seed)
     assert 1 <= result.probes == len(result.positions) <= 3
     assert all(protocol.first_scored - 1 <= probe < tokens - 1 for probe in result.positions)
     assert result.max_abs_logit_difference < 1e-4
-
-
-ALL, CONTINUATION = Protocol("all", 16, 8, 2), Protocol("continuation", 16, 8, 2)
-IDS = random_windows(5, 16)
 
 
 def test_it_is_the_divergence_of_the_textbook():

@@ -9,6 +9,7 @@ from harness_world import make_treebank, make_world
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
+from tiny import refused
 
 from quicksilver.measure.strata import (
     against_null,
@@ -26,13 +27,9 @@ from quicksilver.runs.config import compose
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.run import ensure
 from quicksilver.runtime import Trace
-from quicksilver.runtime.errors import ConfigError
 
-FUSION = [f"modules.token_fusion.{option}" for option in ("rule=capacity", "tau_fuse=null", "max_group=3")]
-HALTING = [
-    "modules=[halting]",
-    *(f"modules.halting.{option}" for option in ("tau_drift=p60", "tau_entropy=null", "resume_layers=0")),
-]
+FUSION = ["modules=[token_fusion]"] + [f"modules.token_fusion.{one}" for one in ("rule=capacity", "tau_fuse=null", "max_group=3")]
+HALTING = ["modules=[halting]"] + [f"modules.halting.{one}" for one in ("tau_drift=p60", "tau_entropy=null", "resume_layers=0")]
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +51,7 @@ def halted(words: list[str]) -> Record:
 
 @pytest.fixture(scope="module")
 def fused(words: list[str]) -> Record:
-    more = ["modules=[token_fusion]", *FUSION, "protocol=continuation", "measure.constituents.enabled=true"]
-    (record,) = ensure([compose([*words, *more])])
+    (record,) = ensure([compose([*words, *FUSION, "protocol=continuation", "measure.constituents.enabled=true"])])
     return record
 
 
@@ -162,14 +158,16 @@ def test_annotation_is_part_of_what_a_record_is_of(words: list[str], tmp_path):
 
 
 def test_without_annotation_or_trees_there_is_no_number(words: list[str], tmp_path):
-    with pytest.raises(ConfigError, match=r"measure\.word_classes\.enabled needs annotation.*dataset=gum"):
-        compose(["modules=[halting]", "measure=words"])
-    with pytest.raises(ConfigError, match=r"measure\.word_classes\.depth=1"):
-        compose([*words, "measure.word_classes.depth=1"])
+    for wrong, says in (
+        (["modules=[halting]", "measure=words"], r"measure\.word_classes\.enabled needs annotation.*dataset=gum"),
+        ([*words, "measure.word_classes.depth=1"], r"measure\.word_classes\.depth=1"),
+    ):
+        with refused(says):
+            compose(wrong)
     flat = tmp_path / "flat.conllu"
     flat.write_text((make_treebank(tmp_path / "bank") / "dep" / "two.conllu").read_text())
     more = ["modules=[halting_attention]", "protocol=continuation", "measure.constituents.enabled=true"]
-    with pytest.raises(ConfigError, match="needs gold trees"):
+    with refused("needs gold trees"):
         ensure([compose([*words, *more, f"dataset.files.test={flat}"])])
 
 

@@ -1,22 +1,29 @@
-"""Models: found where the config says, refused in one message where they are not or do not fit, never run as code."""
+"""Models: found where the config says, refused in one message where they are not or do not fit, never run as code. A model that is cut among two
+processes is the whole one, its ledgers add up, and what cannot be cut is one line."""
 
 import hashlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import tiny
 import torch
 from harness_world import make_model
+from tiny import refused
 
 from quicksilver.models import loading, memory_check
 from quicksilver.models.loading import load, locate, weights_digest
+from quicksilver.models.parallel import check_plan, load_parallel
 from quicksilver.models.spec import ModelConfig
 from quicksilver.modules import Halting
 from quicksilver.modules.fitted import model_digest
 from quicksilver.runtime import apply
-from quicksilver.runtime.errors import ConfigError, UnsupportedModelError
+from quicksilver.runtime.errors import UnsupportedModelError
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +67,8 @@ def test_a_folder_is_loaded_frozen_in_the_dtype_asked_for(folder):
     ("embedded:ladder-gpt2-9m", "make train-reference MODEL=ladder-gpt2-9m"),
 ])  # fmt: skip
 def test_a_model_that_is_not_there_says_what_to_give(path, says):
-    with pytest.raises(ConfigError) as caught:
+    with refused(f"(?=.*{says}).*model.path="):
         locate(at(path))
-    assert says in str(caught.value)
-    assert "model.path=" in str(caught.value)
 
 
 def test_weights_that_the_package_leaves_out_have_their_digest_and_say_how_to_be_had(folder, monkeypatch):
@@ -75,7 +80,7 @@ def test_weights_that_the_package_leaves_out_have_their_digest_and_say_how_to_be
     assert weights_digest(folder) == whole
     (folder / "model.safetensors").unlink()
     assert weights_digest(folder) == whole  # its records are found without them
-    with pytest.raises(ConfigError, match=f"make train-reference MODEL={folder.name}"):
+    with refused(f"make train-reference MODEL={folder.name}"):
         load(config, locate(config))
     (folder / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert weights_digest(folder) != whole  # trained anew, they speak for themselves
@@ -85,7 +90,7 @@ def test_weights_that_the_package_leaves_out_have_their_digest_and_say_how_to_be
 def test_an_incomplete_folder_says_what_it_lacks(folder, lost):
     (folder / lost).unlink()
     (folder / "pytorch_model.bin").write_bytes(b"pickle")  # pickled weights are none
-    with pytest.raises(ConfigError, match=r"no \*\.safetensors" if lost.startswith("model") else f"no {lost}"):
+    with refused(r"no \*\.safetensors" if lost.startswith("model") else f"no {lost}"):
         locate(at(folder))
 
 
@@ -94,7 +99,7 @@ def test_a_missing_shard_is_named(folder):
     (folder / "model.safetensors").rename(folder / "model-1.safetensors")
     for content, says in ((json.dumps(index), r"no model-2\.safetensors"), ("{", "an unreadable")):
         (folder / "model.safetensors.index.json").write_text(content)
-        with pytest.raises(ConfigError, match=says):
+        with refused(says):
             locate(at(folder))
 
 
@@ -103,21 +108,21 @@ def test_a_family_without_an_adapter_names_those_there_are(folder):
 
     sizes = {"hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "word_embed_proj_dim": 16}
     OPTForCausalLM(OPTConfig(vocab_size=257, **sizes)).save_pretrained(folder)
-    with pytest.raises(UnsupportedModelError, match="gpt2"):
+    with refused("gpt2", UnsupportedModelError):
         load(at(folder), locate(at(folder)))
 
 
 def test_code_in_a_folder_is_never_run(folder, tmp_path):
     change_config(folder, model_type="mine", architectures=["Mine"], auto_map={"AutoModelForCausalLM": "evil.Mine"})
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    with pytest.raises(ConfigError, match=r"cannot be loaded|no tokenizer"):
+    with refused("cannot be loaded|no tokenizer"):
         load(at(folder), locate(at(folder)))
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_a_device_that_is_not_there_is_named(folder):
-    with pytest.raises(ConfigError, match=r"no CUDA device.*device_map=cpu"):
+    with refused("no CUDA device.*device_map=cpu"):
         load(at(folder, device_map="cuda:0"), locate(at(folder)))
     assert load(at(folder, device_map="auto"), locate(at(folder))).model.device.type == "cpu"
 
@@ -153,10 +158,10 @@ def test_a_model_larger_than_memory_and_disk_is_refused_before_it_is_loaded(orig
     monkeypatch.setattr(memory_check, "memory_bytes", lambda: needed - 100)
     monkeypatch.setattr(memory_check.shutil, "disk_usage", lambda _: free)
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
-    with pytest.raises(ConfigError, match=r"model=mine: its weights are .* free on disk. Take a smaller model"):
+    with refused("model=mine: its weights are .* free on disk. Take a smaller model"):
         loaded(original, "auto")
     monkeypatch.setattr(memory_check, "host_memory_bytes", lambda: needed - 1)
-    with pytest.raises(ConfigError, match=r"model=mine: its weights are .* model.device_map=auto leaves on disk"):
+    with refused("model=mine: its weights are .* model.device_map=auto leaves on disk"):
         loaded(original, "cpu")
     free.free = 100
     memory_check.check_room(needed, "tiny", original)
@@ -187,7 +192,7 @@ def test_a_broken_installation_is_not_blamed_on_the_model_s_files(original, monk
 
     broken = Mock(side_effect=ModuleNotFoundError("Could not import module 'GPT2LMHeadModel'."))
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", broken)
-    with pytest.raises(ConfigError, match=r"Could not import.*this installation is: `quicksilver doctor`"):
+    with refused("Could not import.*this installation is: `quicksilver doctor`"):
         loading.load(ModelConfig("tiny", str(original)), loading.ModelFiles(original, "folder"))
 
 
@@ -203,3 +208,66 @@ def test_what_memory_does_not_hold_stays_on_disk(original, plain, monkeypatch):
         model(torch.arange(40).view(2, 20))
     assert run.flops.executed < run.flops.dense_nominal
     assert [name for name, parameter in model.named_parameters() if parameter.is_meta] == elsewhere
+
+
+# -- a model cut among processes ---------------------------------------------------------------------------------------------------
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_two_ranks_are_one_model(family, tmp_path, subtests):
+    """Heads of one K/V group, and heads whose q, k and v are interleaved; the words cannot be halved."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "tests/two_ranks.py", family, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS)))}
+    made = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, env=environment, timeout=1800)
+    assert made.returncode == 0, made.stderr[-3000:]
+    first, second = json.loads((tmp_path / "found.json").read_text())
+    for name, found in first.items():
+        with subtests.test(name):
+            other = second[name]
+            if name == "quantization":
+                assert "tensor parallelism" in found["refused"]
+                continue
+            assert found["same_trace"]
+            assert other["same_trace"]
+            assert max(found["difference"], other["difference"]) < 2e-5
+            assert found["left_out"] > 0 or name in ("none", "eviction")
+            assert found["flops_summed"] == found["flops"] == other["flops"]
+            for rank in (found, other):
+                assert rank["flops_of_rank"] == pytest.approx(rank["counted_on_rank"], rel=0.01)
+            assert found["kv_summed"] == found["kv"] == found["kv_whole"]
+            # What compares whole tokens is done by both ranks.
+            twice = found["signals_whole"] if name in ("fusion", "merging") else 0
+            assert 0 <= found["flops"] - found["flops_whole"] <= twice
+            assert found["flops"] - found["flops_whole"] == found["signals"] - found["signals_whole"]
+    assert first["eviction"]["kv"][0] < first["none"]["kv"][0]
+
+
+@pytest.mark.parametrize(("family", "size", "says"), [
+    ("gpt2", 2, "gpt2: transformers has no plan .*model.device_map=auto"),
+    ("llama", 3, r"4 attention heads, which 3 ranks.*start 1, 2 processes\.$"),
+    ("llama", 4, r"2 K/V heads, which 4 ranks.*start 1, 2 processes\.$"),
+])  # fmt: skip
+def test_a_model_that_cannot_be_cut_among_so_many_is_named_with_the_way_out(family, size, says):
+    with tiny.refused(says, UnsupportedModelError):
+        check_plan(tiny.load(family).config, size)
+    check_plan(tiny.load("llama").config, 2)
+
+
+def test_a_plan_that_leaves_every_rank_all_heads_is_refused():
+    model = tiny.build("phi3")
+    model._tp_size = 2
+    with tiny.refused("gives every rank all heads", UnsupportedModelError):
+        apply(model, [])
+
+
+def test_it_takes_torchrun(monkeypatch, tmp_path):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with tiny.refused("torchrun --nproc-per-node 2"):
+        load_parallel(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with tiny.refused(r"has no config\.json"):
+        load_parallel(tmp_path)

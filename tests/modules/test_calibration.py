@@ -1,23 +1,39 @@
-"""Calibration: percentiles of what the model does, kept with where they came from, and refused where they do not belong."""
+"""Signals: what each score is, whom it is asked about, and that chance is the same chance everywhere. Calibration: percentiles of them, kept with
+where they came from, and refused where they do not belong."""
 
 import itertools
+import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import tiny
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from looking import Pass
 
 import quicksilver.modules.calibration as calibration_module
 from quicksilver.modules import Calibration, Halting, KVSkipping, calibrate, calibrate_modules, calibrated
 from quicksilver.modules.calibration import SIGNALS, calibration_path
 from quicksilver.modules.fitted import model_digest
-from quicksilver.modules.signals import AttentionReceived, Drift, Entropy
-from quicksilver.runtime import ConfigError, LayerView, TokenPolicy, TokenState
+from quicksilver.modules.signals import (
+    AttentionReceived,
+    Drift,
+    Entropy,
+    Position,
+    Signal,
+    UpdateNorm,
+    lowest,
+    make_signal,
+    signal_names,
+)  # fmt: skip
+from quicksilver.runtime import ConfigError, LayerView, TokenState
 from quicksilver.runtime.architecture import architecture_of
 
-WINDOWS = torch.randint(0, tiny.VOCABULARY, (6, 24), generator=torch.Generator().manual_seed(0))
+WINDOWS = tiny.ids(6, 24, low=0)
 MAX_ATTENTION = AttentionReceived(4, "max")
 
 
@@ -26,19 +42,13 @@ def of_llama() -> Calibration:
     return calibrate(tiny.load("llama"), WINDOWS, signals=[*SIGNALS, MAX_ATTENTION], batch_size=4, source={"model": "tiny"})
 
 
-def states(model: Any) -> tuple[torch.Tensor, ...]:
-    """Entering each layer, as transformers reports them; the last one has been normed and is left out."""
-    with torch.no_grad():
-        return model(WINDOWS, output_hidden_states=True, use_cache=False).hidden_states[:-1]
-
-
+@torch.no_grad()
 def test_percentiles_are_those_of_the_measured_values(of_llama: Calibration) -> None:
     model = tiny.load("llama")
-    hidden = states(model)
-    for layer, (before, after) in enumerate(itertools.pairwise(hidden)):
+    entering = model(WINDOWS, output_hidden_states=True, use_cache=False).hidden_states[:-1]  # the last one has been normed
+    for layer, (before, after) in enumerate(itertools.pairwise(entering)):
         moved = (after - before).norm(dim=-1)
-        with torch.no_grad():
-            log_p = model.lm_head(model.model.norm(after)).log_softmax(-1)
+        log_p = model.lm_head(model.model.norm(after)).log_softmax(-1)
         expected = {
             "drift-l2": moved,
             "drift-relative": moved / after.norm(dim=-1),
@@ -51,35 +61,24 @@ def test_percentiles_are_those_of_the_measured_values(of_llama: Calibration) -> 
     assert all(rows[-1] is None for rows in of_llama.percentiles.values())  # nothing halts after the last layer
 
 
-class Attended(TokenPolicy):
-    """Notes the attention of the tokens that halt, by layer."""
+def test_attention_is_that_of_halted_tokens(of_llama: Calibration) -> None:
+    """C.3. Halted: drift and entropy both below their 25th percentile."""
+    noted: dict[int, list[float]] = {}
 
-    priority = 60
-    causal = False
-
-    def __init__(self) -> None:
-        self.noted: dict[int, list[float]] = {}
-
-    def wants_attention(self, layer: int) -> bool:
-        return True
-
-    def decide(self, view: LayerView, tokens: TokenState) -> None:
+    def note(view: LayerView, tokens: TokenState) -> None:
         received = view.attention_received(4, "max")
-        values = self.noted.setdefault(view.layer, [])
+        values = noted.setdefault(view.layer, [])
         for row in range(len(received)):
             taking_part = (tokens.active | tokens.newly_halted)[row].nonzero().flatten().tolist()
             halted = tokens.newly_halted[row].nonzero().flatten().tolist()
             values += [float(received[row, column]) for column in halted if column not in taking_part[-4:]]  # those observe
 
-
-def test_attention_is_that_of_halted_tokens(of_llama: Calibration) -> None:
-    """C.3. Halted: drift and entropy both below their 25th percentile."""
-    noting = Attended()
+    noting = tiny.Does(note, priority=60, causal=False, wants_attention=lambda layer: True)
     halting = Halting(tau_drift="p25", tau_entropy="p25", calibration=of_llama, resume_layers=0)
     tiny.forward(tiny.load("llama"), tiny.Batch(tuple(map(tuple, WINDOWS.tolist()))), [halting, noting])
-    assert any(noting.noted.values())
+    assert any(noted.values())
     for layer, row in enumerate(of_llama.percentiles["attention-max-4-halted"]):
-        values = noting.noted.get(layer, [])
+        values = noted.get(layer, [])
         assert (row is None) == (not values)
         if row is not None:
             np.testing.assert_allclose(row, np.percentile(values, range(1, 100)), rtol=1e-4, atol=1e-6)
@@ -169,26 +168,96 @@ def test_a_signal_is_measured_once_whoever_asks_for_it(tmp_path: Path, monkeypat
     assert both.percentiles == real(model, WINDOWS, signals=[Drift(), Entropy("latent")]).percentiles
 
 
-def refusal(calibration: Any, model: str = "llama", tau: str = "p25", **options: Any) -> str:
-    with pytest.raises(ConfigError) as error:
-        Halting(tau_drift=tau, calibration=calibration, **{"tau_entropy": None, "resume_layers": 0} | options).bind(
-            architecture_of(tiny.load(model))
-        )
-    return str(error.value)
-
-
 def test_what_does_not_belong_is_refused_with_the_remedy(tmp_path: Path, of_llama: Calibration) -> None:
-    said = refusal(of_llama, "gpt2")
-    assert "tau_drift='p25'" in said
-    assert "other weights" in said
-    assert "quicksilver calibrate" in said
     shallow = Calibration(3, of_llama.grid, {key: rows[:3] for key, rows in of_llama.percentiles.items()}, {})
-    assert "n_layers=3 and this one has 5" in refusal(shallow)
-    assert "Percentile p99.5 is outside the calibrated p1 to p99" in refusal(of_llama, tau="p99.5")
     only_l2 = Calibration(5, of_llama.grid, {"drift-l2": of_llama.percentiles["drift-l2"]}, {})
-    assert "has drift-l2, not 'drift-relative': calibrate again" in refusal(only_l2)
-    missing = refusal(tmp_path / "none.json")
-    assert "none.json" in missing
-    assert "quicksilver calibrate" in missing
-    with pytest.raises(ConfigError, match=r"shape \(W, N\).*\(0, 8\).*more text"):
+    for calibration, model, tau, says in (
+        (of_llama, "gpt2", "p25", "(?=.*tau_drift='p25')(?=.*other weights).*quicksilver calibrate"),
+        (shallow, "llama", "p25", "n_layers=3 and this one has 5"),
+        (of_llama, "llama", "p99.5", "Percentile p99.5 is outside the calibrated p1 to p99"),
+        (only_l2, "llama", "p25", "has drift-l2, not 'drift-relative': calibrate again"),
+        (tmp_path / "none.json", "llama", "p25", r"(?=.*none\.json).*quicksilver calibrate"),
+    ):
+        with tiny.refused(says):
+            Halting(tau_drift=tau, calibration=calibration, tau_entropy=None, resume_layers=0).bind(
+                architecture_of(tiny.load(model))
+            )
+    with tiny.refused(r"shape \(W, N\).*\(0, 8\).*more text"):
         calibrate(tiny.load("gpt2"), WINDOWS[:0, :8])
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------------------
+SHAPES = st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(0, 2), st.integers(0, 999))
+
+
+def entropy(p: list[float]) -> float:
+    return -sum(x * math.log(x) for x in p if x > 0)
+
+
+def test_a_zero_state_has_a_drift_and_no_nan() -> None:
+    view, tokens = Pass([3]).look(0, torch.zeros(1, 3, 4), torch.zeros(1, 3, 4))
+    for kind in ("relative", "l2", "cosine"):
+        assert Drift(kind)(view, tokens).isfinite().all()
+    view, tokens = Pass([3, 1]).look(0)
+    moved = (view.after - view.before).norm(dim=-1)
+    for score, value in ((Drift("l2"), moved), (UpdateNorm(), moved / math.sqrt(8))):
+        assert torch.equal(score(view, tokens).isposinf(), view.slots < 0)
+        torch.testing.assert_close(score(view, tokens)[view.slots >= 0], value[view.slots >= 0])
+
+
+def test_latent_entropy_is_of_the_softmax_over_the_state() -> None:
+    view, tokens = Pass([4]).look(1)
+    scores = Entropy("latent")(view, tokens)
+    for column in range(4):
+        assert float(scores[0, column]) == pytest.approx(entropy(view.after[0, column].softmax(-1).tolist()), rel=1e-4)
+
+
+def test_histogram_entropy_counts_bins_of_the_standardised_state() -> None:
+    spread = torch.linspace(-1, 1, 64)
+    spike = torch.zeros(64)
+    spike[5] = 1.0
+    states = torch.stack([spread, 100 * spread + 7, spike])[None]
+    view, tokens = Pass([3]).look(1, states, states)
+    even, scaled, peaked = Entropy("histogram", bins=16)(view, tokens)[0].tolist()
+    assert even == pytest.approx(scaled, abs=1e-5)  # normed: scale and offset do not count
+    assert peaked == pytest.approx(entropy([63 / 64, 1 / 64]), rel=1e-4)
+    assert peaked < even <= math.log(16)
+
+
+@given(SHAPES, st.integers(-2, 12))
+def test_lowest_takes_exactly_k_and_the_lowest(shape: tuple, k: int) -> None:
+    lengths, extra, seed = shape
+    one = Pass(lengths, extra=extra)
+    torch.manual_seed(seed)
+    scores = torch.randint(0, 4, one.shape).float()  # ties on purpose
+    scores[torch.rand(one.shape) < 0.2] = math.nan
+    eligible = one.state.valid & (torch.rand(one.shape) < 0.7)
+    chosen = lowest(scores, eligible, torch.full((len(lengths), 1), k))
+    assert not (chosen & ~eligible).any()
+    for row in range(len(lengths)):
+        assert chosen[row].sum() == min(max(k, 0), int(eligible[row].sum()))
+        order = [(scores[row, c].nan_to_num(math.inf).item(), c) for c in eligible[row].nonzero().flatten().tolist()]
+        assert chosen[row].nonzero().flatten().tolist() == sorted(c for _, c in sorted(order)[: max(k, 0)])
+
+
+@dataclass(frozen=True)
+class Third(Signal):
+    """A signal of somebody else."""
+
+    weight: float = 1.0
+    name: ClassVar[str] = "third-of-slot"
+
+    def score(self, view: object, tokens: object, where: torch.Tensor) -> torch.Tensor:
+        return self.weight * view.slots.float() / 3
+
+
+def test_signals_are_found_by_name_wherever_they_are_written() -> None:
+    assert isinstance(make_signal("third-of-slot"), Third)
+    assert make_signal({"name": "third-of-slot", "weight": 2.0}) == Third(2.0)
+    assert make_signal("drift", kind="l2", of="latent") == Drift("l2")
+    assert make_signal({"name": "drift", "kind": "cosine"}, kind="l2") == Drift("cosine")
+    assert make_signal(Position()) == Position()
+    assert {"drift", "update_norm", "entropy", "attention", "position", "random"} <= set(signal_names())
+    for name, cls in signal_names().items():
+        assert cls.causal != (name in ("attention", "context"))
+        assert cls.needs_attention == (name == "attention")

@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import pytest
 import tiny
 import torch
 from hypothesis import given
@@ -11,15 +10,9 @@ from hypothesis import strategies as st
 from looking import LAYERS, Pass, architecture
 
 from quicksilver.modules import PRESETS, Halting, KVSkipping
-from quicksilver.runtime import ConfigError
 
 ROWS = st.lists(st.integers(1, 12), min_size=1, max_size=3)
 WINDOWS = st.tuples(st.floats(0, 1), st.floats(0, 1)).map(sorted).filter(lambda w: w[0] * LAYERS < LAYERS - 1)
-
-
-def ids_like(lengths: list[int], extra: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 50, (len(lengths), max(lengths) + extra), generator=generator)
 
 
 def capacity(**options: Any) -> Halting:
@@ -37,15 +30,10 @@ def by_drift(tau_drift: Any, **options: Any) -> Halting:
     st.sampled_from(["drift", "update_norm", "attention", "position", "random", {"name": "entropy", "of": "latent"}]),
 )  # fmt: skip
 def test_capacity_halts_exactly_k_of_each_row(lengths, extra, schedule, share, alpha, window, signal):
-    halting = capacity(
-        signal=signal, schedule=schedule, halted_share=share, alpha=alpha, window=window, protect_first=1, protect_last=1
-    )
-    one = Pass(lengths, extra=extra, ids=ids_like(lengths, extra, 0))
-    one.run(halting)
-    first, last = (
-        max(0, math.floor(window[0] * LAYERS + 0.5) - 1),
-        min(LAYERS - 2, max(0, math.floor(window[1] * LAYERS + 0.5) - 1)),
-    )
+    one = Pass(lengths, extra=extra, ids=tiny.ids(len(lengths), max(lengths) + extra))
+    options = {"signal": signal, "schedule": schedule, "halted_share": share, "alpha": alpha, "window": window}
+    one.run(capacity(**options, protect_first=1, protect_last=1))
+    first, last = (min(LAYERS - 2, max(0, math.floor(end * LAYERS + 0.5) - 1)) for end in window)
     for layer in range(LAYERS - 1):
         steps = min(layer, last) - first + 1
         if steps <= 0:
@@ -73,9 +61,9 @@ def test_capacity_halts_the_lowest_scores() -> None:
 
 def test_layers_that_are_not_asked_are_made_up_for() -> None:
     """`decision_layers`: the next layer that is asked halts what the schedule has reached by then."""
-    everywhere, sometimes = Pass([10]), Pass([10])
-    everywhere.run(capacity(signal="position", halted_share=0.8, window=(0.1, 0.9)))
-    sometimes.run(capacity(signal="position", halted_share=0.8, window=(0.1, 0.9)), layers=[2, 5, 8])
+    everywhere, sometimes, by_position = Pass([10]), Pass([10]), capacity(signal="position", halted_share=0.8, window=(0.1, 0.9))
+    everywhere.run(by_position)
+    sometimes.run(by_position, layers=[2, 5, 8])
     for layer in (2, 5, 8):
         assert torch.equal(everywhere.halted(layer), sometimes.halted(layer))
     assert sometimes.halted(4).sum() < everywhere.halted(4).sum()
@@ -169,7 +157,7 @@ def test_nothing_halts_outside_the_window_or_in_vain(window: list[float], resume
     first, last = (max(0, math.floor(f * n_layers + 0.5) - 1) for f in window)
     useful = [layer for layer in range(first, last + 1) if layer + 1 < n_layers - resume]
     if not useful:
-        with pytest.raises(ConfigError, match=r"Nothing would ever halt.*resume fewer"):
+        with tiny.refused(r"Nothing would ever halt.*resume fewer"):
             halting.bind(architecture(n_layers))
         return
     halting.bind(architecture(n_layers))
@@ -186,10 +174,8 @@ def test_presets_are_the_paper_as_printed() -> None:
     assert [layer + 1 for layer in range(30) if default.acts_at(layer)] == list(range(6, 25))
     b2.bind(architecture(30))
     assert min(layer + 1 for layer in range(30) if b2.acts_at(layer)) == 5  # B.5
-    assert all(
-        set(preset) == {"rule", "drift", "unit", "tau_drift", "tau_entropy", "window", "resume_layers"}
-        for preset in PRESETS.values()
-    )
+    names = {"rule", "drift", "unit", "tau_drift", "tau_entropy", "window", "resume_layers"}
+    assert all(set(preset) == names for preset in PRESETS.values())
 
 
 # -- KV skipping: who loses its K/V, who keeps it, and that it stays lost ----------------------------------------------------------
@@ -227,9 +213,7 @@ def test_before_the_minimum_depth_nothing_is_skipped() -> None:
         assert bool(skipped.all()) == (layer >= 4)
 
 
-@given(
-    st.lists(st.integers(1, 12), min_size=1, max_size=3), st.integers(0, 2), st.floats(0, 1), st.integers(0, 3), st.integers(1, 4)
-)
+@given(ROWS, st.integers(0, 2), st.floats(0, 1), st.integers(0, 3), st.integers(1, 4))
 def test_a_share_of_the_least_attended(lengths: list[int], extra: int, share: float, sinks: int, queries: int) -> None:
     one = Pass(lengths, extra=extra)
     attention = torch.rand(one.shape, generator=torch.Generator().manual_seed(sum(lengths)))

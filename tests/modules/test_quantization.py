@@ -4,9 +4,8 @@ Models are in float64 where two executions are compared: rounding to a code is n
 float32 executions may move one value to its neighbouring code, and that is no error of either.
 """
 
-import copy
-import functools
 import math
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from looking import LAYERS, Pass, architecture
 from tiny import Batch, Hashed
-from transformers import PreTrainedModel
 
 from quicksilver.modules import AdaptiveQuantization, calibrate
 from quicksilver.runtime import RuntimeModule, apply
@@ -26,14 +24,6 @@ from quicksilver.runtime.quantized.codes import mix_of, quantize_dequantize
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no exact int8 matrix product")
 
 BATCH = Batch((tuple(range(1, 21)), tuple(range(30, 45))))
-
-
-@functools.cache
-def precise(name: str, attention: str = "sdpa") -> PreTrainedModel:
-    """The tiny model of that family, in float64."""
-    model = copy.deepcopy(tiny.load(name, attention)).double()
-    model.set_attn_implementation("eager" if name in tiny.EAGER_ONLY else attention)
-    return model
 
 
 # Logits (a, 0, 0, 0) for states (a, …): entropies fall from ln 4 as a grows.
@@ -153,7 +143,9 @@ def test_percentiles_are_calibrated(normalisation: Any) -> None:
 
 @pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
 def test_fewer_bits_do_more(name: str) -> None:
-    model = tiny.load(name) if name in tiny.EAGER_ONLY else precise(name)  # eager Gemma 2 makes NaN of padding in float64
+    model = tiny.load(
+        name, dtype=torch.float32 if name in tiny.EAGER_ONLY else torch.float64
+    )  # eager Gemma 2 makes NaN of padding there
     dense = tiny.forward(model, BATCH, [])
 
     def error(**options: Any) -> float:
@@ -169,16 +161,15 @@ def test_fewer_bits_do_more(name: str) -> None:
 
 @torch.no_grad()
 def test_the_residual_scope_holds_the_hidden_state_once() -> None:
-    model = precise("llama")
+    model = tiny.load("llama", dtype=torch.float64)
 
     def entering(modules: list[RuntimeModule]) -> list[torch.Tensor]:
         """The states that enter each layer."""
         states: list[torch.Tensor] = []
-        with apply(model, modules):
-            hooks = [layer.register_forward_pre_hook(lambda _, args: states.append(args[0])) for layer in model.base_model.layers]
+        with apply(model, modules), ExitStack() as hooks:
+            for layer in model.base_model.layers:
+                hooks.enter_context(layer.register_forward_pre_hook(lambda _, args: states.append(args[0])))
             model(BATCH.ids[:1], use_cache=False)
-            for hook in hooks:
-                hook.remove()
         return states
 
     held, dense = entering([AdaptiveQuantization(bits=4, scope="residual", kv=False)]), entering([])
@@ -194,7 +185,7 @@ def test_the_residual_scope_holds_the_hidden_state_once() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])
 def test_narrow_dtypes_decide_alike_and_stay_near(name: str, dtype: torch.dtype) -> None:
     """A value may fall to the neighbouring code in one execution: that moves a logit a little, not the decisions."""
-    model = copy.deepcopy(tiny.load(name)).to(dtype)
+    model = tiny.load(name, dtype=dtype)
     for execution in ("simulate", "int8"):
         quantization = AdaptiveQuantization(widths=(4, 8), mix=(0.5, 0.5), execution=execution)
         runs = [tiny.forward(model, BATCH, [quantization, Hashed(0.2, 0.2)], execution=e) for e in ("compact", "masked")]

@@ -4,7 +4,6 @@ Of the runtime alone in float32, with policies whose decisions are known; of all
 bits, the last digit of a float32 sum, which follows the shapes, decides a whole step.
 """
 
-import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from transformers import PreTrainedModel
 from quicksilver.measure import Protocol, check_allowed, count_executed, score
 from quicksilver.measure.audit import audit
 from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, RandomHalting, Replay, TokenFusion
-from quicksilver.runtime import ConfigError, QuickSilverError, Run, RuntimeModule, Trace, apply
+from quicksilver.runtime import QuickSilverError, Run, RuntimeModule, Trace, apply
 
 MECHANISMS: dict[str, Any] = {
     "halting": lambda: Halting(tau_drift=0.95, window=(0.0, 1.0), missing_kv="project", resume_layers=1, tau_entropy=None),
@@ -34,18 +33,13 @@ COMBINATIONS = [names for n in range(5) for names in itertools.combinations(MECH
 EVERY = pytest.mark.parametrize("names", COMBINATIONS, ids=lambda names: "+".join(names) or "none")
 FAMILIES = ("gpt2", "llama", "qwen2-mixed", "gpt_neox")
 PROTOCOL = Protocol("continuation", window_tokens=24, prompt_tokens=15, batch_size=4)
+WINDOWS = tiny.ids(4, 24, seed=3)
 
 
 def modules_of(names: tuple[str, ...]) -> list[RuntimeModule]:
     """`kv_skipping` follows halting; where nothing halts, it skips what gets least attention."""
     alone = {"kv_skipping": lambda: KVSkipping(criterion="attention", skipped_share=0.3, last_queries=4, protect_first=1)}
     return [(MECHANISMS if "halting" in names else MECHANISMS | alone)[name]() for name in names]
-
-
-@functools.cache
-def exact(family: str) -> PreTrainedModel:
-    """In float64. Tests leave it as they found it."""
-    return tiny.build(family).double()
 
 
 def ragged() -> st.SearchStrategy[Batch]:
@@ -102,7 +96,7 @@ def test_of_any_model(name: str, attention: str, data: st.DataObject, tmp_path_f
 @settings(max_examples=draws(4))
 def test_of_any_mechanisms_together(names, family, data, tmp_path_factory):
     path = tmp_path_factory.mktemp("trace") / "trace.safetensors"
-    check(exact(family), data.draw(ragged()), data.draw(drawn(names)), data, path, whole=False)
+    check(tiny.load(family, dtype=torch.float64), data.draw(ragged()), data.draw(drawn(names)), data, path, whole=False)
 
 
 def check(model: PreTrainedModel, batch: Batch, modules: list[RuntimeModule], data: st.DataObject, path: Path, whole: bool):
@@ -213,19 +207,15 @@ def test_padding_on_the_right_is_no_difference_either(name: str, execution: str,
         assert torch.equal(run.trace.passes[0].halt_layer[i, : len(row)], alone.trace.passes[0].halt_layer[0])
 
 
-def windows(rows: int, tokens: int = 24) -> torch.Tensor:
-    return torch.randint(1, tiny.VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(3))
-
-
 @EVERY
 def test_together_they_look_ahead_in_prompts_alone_and_what_is_counted_from_outside_is_billed(names: tuple[str, ...]) -> None:
-    model, modules, everywhere = exact("gpt2"), modules_of(names), Protocol("all", window_tokens=24, batch_size=4)
+    modules, everywhere = modules_of(names), Protocol("all", window_tokens=24, batch_size=4)
     for protocol in [PROTOCOL] + [everywhere] * all(module.causal for module in modules):
-        assert audit(model, windows(4), protocol, modules).max_abs_logit_difference < 1e-9
+        assert audit(tiny.load("gpt2", dtype=torch.float64), WINDOWS, protocol, modules).max_abs_logit_difference < 1e-9
     if not all(module.causal for module in modules):
-        with pytest.raises(ConfigError, match=r"(TokenFusion|KVSkipping).*lookahead"):
+        with tiny.refused(r"(TokenFusion|KVSkipping).*lookahead"):
             check_allowed(modules, everywhere)
-    batch, runs = Batch(tuple(tuple(row.tolist()) for row in windows(3))), list[Run]()
+    batch, runs = Batch(tuple(map(tuple, WINDOWS[:3].tolist()))), list[Run]()
     counted = count_executed(lambda: runs.append(tiny.forward(tiny.load("llama"), batch, modules).run))
     assert runs[0].flops.executed == pytest.approx(counted, rel=0.01)
 
@@ -233,5 +223,5 @@ def test_together_they_look_ahead_in_prompts_alone_and_what_is_counted_from_outs
 def test_every_mechanism_adds_something_to_all_the_others() -> None:
     """Or the sixteen would be fewer."""
     model = tiny.load("gpt2")
-    nats = {names: score(model, windows(4), PROTOCOL, modules=modules_of(names)).nll_nats for names in COMBINATIONS}
+    nats = {names: score(model, WINDOWS, PROTOCOL, modules=modules_of(names)).nll_nats for names in COMBINATIONS}
     assert len({round(value, 6) for value in nats.values()}) == len(COMBINATIONS)

@@ -8,46 +8,41 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thinning import draws
-from tiny import Batch, Capacity, DriftBelow, HaltAll, Hashed, SkipLeastAttended
+from tiny import Batch, Capacity, Does, DriftBelow, HaltAll, Hashed, SkipLeastAttended
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quicksilver.measure.flop_counter import aten
-from quicksilver.runtime import Architecture, LayerView, QuickSilverError, RuntimeModule, TokenPolicy, TokenState, apply
+from quicksilver.runtime import LayerView, QuickSilverError, TokenState, apply
 from quicksilver.runtime.architecture import architecture_of
+
+EVEN = Batch((tuple(range(1, 17)), tuple(range(40, 24, -1))))
 
 
 @pytest.mark.parametrize("missing_kv", ["drop", "project", "copy", "zero", "predict", "mixed"])
 @pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
 def test_the_modes_differ_from_dense_and_from_each_other(name: str, missing_kv: str) -> None:
     """A runtime that did nothing would agree with itself: the other tests compare executions, this one asks that there is an effect."""
-    model, batch = tiny.load(name), Batch((tuple(range(1, 17)), tuple(range(40, 24, -1))))
-    dense = tiny.forward(model, batch, [])
-    found = tiny.forward(model, batch, [Hashed(0.4, missing_kv=missing_kv)])
-    other = tiny.forward(model, batch, [Hashed(0.4, missing_kv="drop" if missing_kv != "drop" else "project")])
+    another = "drop" if missing_kv != "drop" else "project"
+    chosen = ([], [Hashed(0.4, missing_kv=missing_kv)], [Hashed(0.4, missing_kv=another)], [SkipLeastAttended(0.2)])
+    dense, found, other, skipped = (tiny.forward(tiny.load(name), EVEN, modules) for modules in chosen)
     assert (found.logits - dense.logits).abs().max() > 1e-2
     assert (found.logits - other.logits).abs().max() > 1e-3
     assert found.run.flops.executed < dense.run.flops.executed
     counts = found.trace.active_counts().tolist()
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] < counts[0] == 32
-    skipped = tiny.forward(model, batch, [SkipLeastAttended(0.2)])
     assert (skipped.logits - dense.logits).abs().max() > 1e-3
+
+
+def skip_all() -> Does:
+    return Does(lambda view, tokens: tokens.skip_kv(tokens.active), at=1)
 
 
 @pytest.mark.parametrize("execution", ["compact", "masked"])
 def test_eager_attention_refuses_a_token_without_keys_and_says_what_to_do(execution: str) -> None:
     model, batch = tiny.load("llama", "eager"), Batch((tuple(range(1, 9)),))
-    with pytest.raises(QuickSilverError, match=r"layer 2.*no key.*'sdpa', or protect the first tokens"):
-        tiny.forward(model, batch, [SkipAll(at=1)], execution=execution)
-
-
-class SkipAll(TokenPolicy):
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def decide(self, view: LayerView, tokens: TokenState) -> None:
-        if view.layer == self.at:
-            tokens.skip_kv(tokens.active)
+    with tiny.refused(r"layer 2.*no key.*'sdpa', or protect the first tokens", QuickSilverError):
+        tiny.forward(model, batch, [skip_all()], execution=execution)
 
 
 def test_what_is_decided_alone_is_what_is_executed_where_the_first_decision_is_the_only_one() -> None:
@@ -98,48 +93,28 @@ def test_halting_by_hand(name: str, missing_kv: str, execution: str, row: tuple[
 def test_several_modules_are_asked_in_order_of_priority_and_see_what_came_before() -> None:
     asked: list[tuple[int, int, int]] = []
 
-    class Noting(TokenPolicy):
-        def __init__(self, priority: int) -> None:
-            self.priority = priority
+    def noting(priority: int) -> Does:
+        note = lambda view, tokens: asked.append((view.layer, priority, int(tokens.newly_halted.sum())))
+        return Does(note, priority=priority)
 
-        def decide(self, view: LayerView, tokens: TokenState) -> None:
-            asked.append((view.layer, self.priority, int(tokens.newly_halted.sum())))
-
-    model, batch = tiny.load("llama"), Batch((tuple(range(1, 12)),))
-    modules = [Noting(40), Noting(5), HaltAll(at=1, resume_layers=1), Noting(90)]
-    tiny.forward(model, batch, modules)
+    modules = [noting(40), noting(5), HaltAll(at=1, resume_layers=1), noting(90)]
+    tiny.forward(tiny.load("llama"), Batch((tuple(range(1, 12)),)), modules)
     after_halt = [entry for entry in asked if entry[0] == 1]
     assert after_halt == [(1, 5, 0), (1, 40, 0), (1, 90, 11)]  # HaltAll has the default priority, 50
     assert [entry[:2] for entry in asked if entry[0] == 0] == [(0, 5), (0, 40), (0, 90)]
     assert not [entry for entry in asked if entry[0] == 2]  # nobody takes part there
 
 
-class Attention(TokenPolicy):
-    """Notes the attention received by slot, after halting by `inner`."""
+def attention_noted(last_queries: int | None, reduce: str) -> tuple[Does, dict[int, torch.Tensor]]:
+    """A policy that notes the attention received by slot before others decide; what it noted, by layer."""
+    found: dict[int, torch.Tensor] = {}
 
-    priority = 10
-
-    def __init__(self, last_queries: int | None, reduce: str, inner: RuntimeModule | None = None) -> None:
-        self.last_queries, self.reduce, self.inner = last_queries, reduce, inner
-        self.found: dict[tuple[int, int], torch.Tensor] = {}  # by pass and layer
-
-    def bind(self, architecture: Architecture) -> None:
-        if self.inner is not None:
-            self.inner.bind(architecture)
-
-    @property
-    def copies_kv(self) -> bool:
-        return self.inner is not None and self.inner.copies_kv
-
-    def wants_attention(self, layer: int) -> bool:
-        return True
-
-    def decide(self, view: LayerView, tokens: TokenState) -> None:
-        received = torch.where(tokens.active, view.attention_received(self.last_queries, self.reduce), 0.0)
+    def note(view: LayerView, tokens: TokenState) -> None:
+        received = torch.where(tokens.active, view.attention_received(last_queries, reduce), 0.0)
         by_slot = torch.zeros(view.slots.shape[0], tiny.POSITIONS)
-        self.found[view.pass_index, view.layer] = by_slot.scatter_add(1, view.slots.clamp(min=0), received)
-        if self.inner is not None:
-            self.inner.decide(view, tokens)
+        found[view.layer] = by_slot.scatter_add(1, view.slots.clamp(min=0), received)
+
+    return Does(note, priority=10, wants_attention=lambda layer: True), found
 
 
 @pytest.mark.parametrize(
@@ -154,42 +129,37 @@ def test_attention_received_is_the_models_own(name: str, attention: str, batch: 
     model.set_attn_implementation("eager")
     attentions = model(**batch.inputs(), use_cache=False, output_attentions=True).attentions  # L of (B, H, N, N)
     model.set_attn_implementation("eager" if name in tiny.EAGER_ONLY else attention)
-    module = Attention(last_queries, reduce)
+    module, found = attention_noted(last_queries, reduce)
     tiny.forward(model, batch, [module])
     for layer in range(tiny.LAYERS - 1):
         for i, row in enumerate(batch.rows):
             n = len(row)
             own = attentions[layer][i, :, -n:, -n:][:, -(last_queries or n) :]
             expected = own.mean((0, 1)) if reduce == "mean" else own.amax((0, 1))
-            torch.testing.assert_close(module.found[0, layer][i, :n], expected, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(found[layer][i, :n], expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("execution", ["compact", "masked"])
 @pytest.mark.parametrize("reduce", ["mean", "max"])
 def test_nobody_receives_attention_where_no_key_is_left(execution: str, reduce: str) -> None:
-    module = Attention(None, reduce, SkipAll(at=1))
-    tiny.forward(tiny.load("llama"), Batch((tuple(range(1, 9)), (4, 5, 6))), [module], execution=execution)
-    assert (module.found[0, 1].sum(1) > 0).all()
-    assert (module.found[0, 2] == 0).all()
-    assert (module.found[0, 3] == 0).all()
-
-
-class Lens(TokenPolicy):
-    def __init__(self) -> None:
-        self.entropies: list[torch.Tensor] = []
-
-    def decide(self, view: LayerView, tokens: TokenState) -> None:
-        log_p = view.logits(tokens.active).log_softmax(-1)
-        expected = torch.distributions.Categorical(logits=log_p).entropy()
-        torch.testing.assert_close(view.logit_entropy_nats(tokens.active), expected, atol=1e-5, rtol=1e-5)
-        self.entropies.append(expected)
+    module, found = attention_noted(None, reduce)
+    tiny.forward(tiny.load("llama"), Batch((tuple(range(1, 9)), (4, 5, 6))), [module, skip_all()], execution=execution)
+    assert (found[1].sum(1) > 0).all()
+    assert (found[2] == 0).all()
+    assert (found[3] == 0).all()
 
 
 @pytest.mark.parametrize("name", tiny.thinned(tiny.MODELS))
 def test_entropy_is_that_of_the_logit_lens_in_nats(name: str) -> None:
-    lens = Lens()
-    found = tiny.forward(tiny.load(name), Batch((tuple(range(1, 12)), (5, 6, 7))), [lens])
-    assert [len(e) for e in lens.entropies] == [14] * (tiny.LAYERS - 1)
+    asked: list[int] = []
+
+    def compare(view: LayerView, tokens: TokenState) -> None:
+        expected = torch.distributions.Categorical(logits=view.logits(tokens.active)).entropy()
+        torch.testing.assert_close(view.logit_entropy_nats(tokens.active), expected, atol=1e-5, rtol=1e-5)
+        asked.append(len(expected))
+
+    found = tiny.forward(tiny.load(name), Batch((tuple(range(1, 12)), (5, 6, 7))), [Does(compare)])
+    assert asked == [14] * (tiny.LAYERS - 1)
     arch = found.run.arch
     assert found.run.flops.signals == 2 * 14 * (tiny.LAYERS - 1) * 2 * arch.width * arch.vocab_size
 
@@ -210,44 +180,32 @@ def test_embeddings_instead_of_ids() -> None:
 @given(batch=tiny.batches(low=3), data=st.data())
 @settings(max_examples=draws(15))
 def test_a_module_that_looks_ahead_acts_in_prompts_only_unless_told_otherwise(batch: Batch, data: st.DataObject) -> None:
-    chunks = data.draw(tiny.chunkings(batch.width))
-
-    class Counting(tiny.Never):
-        causal = False
-
-    model = tiny.load("llama")
-    prompt_only, everywhere = Counting(), Counting()
-    everywhere.lookahead = True
-    for module in (prompt_only, everywhere):
-        tiny.forward(model, batch, [module], chunks=chunks)
-    asked = {index for index, _ in prompt_only.seen}
-    assert asked == ({0} if chunks[0] > 1 and batch.mask[:, : chunks[0]].any() else set())
-    with_tokens = {i for i in range(len(chunks)) if batch.mask[:, sum(chunks[:i]) : sum(chunks[: i + 1])].any()}
-    assert {index for index, _ in everywhere.seen} == with_tokens
-
-
-EVEN = Batch((tuple(range(1, 17)), tuple(range(40, 24, -1))))
+    chunks, asked = data.draw(tiny.chunkings(batch.width)), {False: set(), True: set()}
+    for lookahead, passes in asked.items():
+        module = Does(lambda view, tokens, passes=passes: passes.add(view.pass_index), causal=False, lookahead=lookahead)
+        tiny.forward(tiny.load("llama"), batch, [module], chunks=chunks)
+    assert asked[False] == ({0} if chunks[0] > 1 and batch.mask[:, : chunks[0]].any() else set())
+    assert asked[True] == {i for i in range(len(chunks)) if batch.mask[:, sum(chunks[:i]) : sum(chunks[: i + 1])].any()}
 
 
 @pytest.mark.parametrize("missing_kv", ["drop", "project", "predict"])
 @torch.no_grad()
 def test_whoever_asks_for_the_states_between_layers_gets_them_whole(missing_kv: str) -> None:
+    policy, asked = Hashed(0.5, missing_kv=missing_kv), {"use_cache": False, "output_hidden_states": True}
     model = tiny.build("llama")
-    asked = {"use_cache": False, "output_hidden_states": True}
-    with apply(model, [Hashed(0.5, missing_kv=missing_kv)], decision_layers=[1], execution="masked"):
-        wanted = model(**EVEN.inputs(), **asked).hidden_states
+    with apply(model, [policy], decision_layers=[1], execution="masked"):
+        wanted = model(EVEN.ids, **asked).hidden_states
     model = tiny.build("llama")  # without the hooks that transformers has just set
-    with apply(model, [Hashed(0.5, missing_kv=missing_kv)], decision_layers=[1]):
-        carried = model(**EVEN.inputs(), use_cache=False).logits
-        found = model(**EVEN.inputs(), **asked)
+    with apply(model, [policy], decision_layers=[1]):
+        carried = model(EVEN.ids, use_cache=False).logits
+        found = model(EVEN.ids, **asked)
         tiny.assert_close(found.hidden_states, wanted)
         assert torch.equal(found.logits, carried)
     seen: list[torch.Tensor] = []
     model = tiny.build("llama")
-    handle = model.model.layers[3].register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
-    with apply(model, [Hashed(0.5, missing_kv=missing_kv)], decision_layers=[1]):
-        assert torch.equal(model(**EVEN.inputs(), use_cache=False).logits, carried)
-    handle.remove()
+    model.model.layers[3].register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
+    with apply(model, [policy], decision_layers=[1]):
+        assert torch.equal(model(EVEN.ids, use_cache=False).logits, carried)
     tiny.assert_close(seen[0], wanted[3])
 
 

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel, pipeline
 
 from quicksilver.baselines.eviction import HeavyHitter
 from quicksilver.modules import AdaptiveQuantization, TokenFusion
-from quicksilver.runtime import ConfigError, Run, RuntimeModule, apply
+from quicksilver.runtime import RuntimeModule, apply
 
 LOOKING_AHEAD: dict[str, RuntimeModule] = {
     "halts": Capacity(0.5, at=(1,)),
@@ -22,15 +22,18 @@ LOOKING_AHEAD: dict[str, RuntimeModule] = {
 
 
 @torch.no_grad()
-def generate(
-    model: PreTrainedModel, batch: Batch, modules: list[RuntimeModule], execution: str = "compact", tokens: int = 6, **options: Any
-) -> tuple[torch.Tensor, Run]:  # fmt: skip
-    torch.manual_seed(5)
+def greedy(
+    model: PreTrainedModel,
+    batch: Batch,
+    modules: list[RuntimeModule],
+    execution: str = "compact",
+    tokens: int = 6,
+    **options: Any,
+):
+    """The ids that are generated, and the run."""
+    options |= {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
     with apply(model, modules, execution=execution) as run:
-        ids = model.generate(
-            batch.ids, attention_mask=batch.mask, max_new_tokens=tokens, min_new_tokens=tokens, **options
-        )  # fmt: skip
-    return ids, run
+        return model.generate(batch.ids, attention_mask=batch.mask, **options), run
 
 
 @pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
@@ -41,7 +44,7 @@ def test_greedy_generation_is_prefill_over_and_over(name: str, batch: Batch, pol
     """Without a cache at all, for a causal policy: each token is the argmax of one pass over everything before it."""
     model = tiny.load(name)
     with tiny.unless_blind(model) as blind:
-        ids, run = generate(model, batch, [policy], do_sample=False)
+        ids, run = greedy(model, batch, [policy])
     if blind:
         return
     assert len(run.trace.passes) == 6
@@ -59,10 +62,10 @@ def test_drafts_are_no_prompt(drafts: str, policy: str, name: str) -> None:
     """A policy that looks ahead in prompts sees what the user gave, and the text is that of plain greedy decoding."""
     model, batch = tiny.load(name), Batch(((5, 9, 7, 5, 9, 7, 5, 9, 7, 5, 9),))
     options: dict[str, Any] = {"prompt_lookup_num_tokens": 3} if drafts == "lookup" else {"assistant_model": tiny.build(name)}
-    greedy, alone = generate(model, batch, [LOOKING_AHEAD[policy]], do_sample=False, tokens=10)
+    wanted, alone = greedy(model, batch, [LOOKING_AHEAD[policy]], tokens=10)
     for execution in ("compact", "masked"):
-        guessed, run = generate(model, batch, [LOOKING_AHEAD[policy]], execution, do_sample=False, tokens=10, **options)
-        assert torch.equal(guessed, greedy)
+        guessed, run = greedy(model, batch, [LOOKING_AHEAD[policy]], execution, tokens=10, **options)
+        assert torch.equal(guessed, wanted)
         prompt, *rest = run.trace.passes
         assert torch.equal(prompt.halt_layer, alone.trace.passes[0].halt_layer)
         assert torch.equal(prompt.bits(4), alone.trace.passes[0].bits(4))
@@ -75,19 +78,18 @@ def test_drafts_are_no_prompt(drafts: str, policy: str, name: str) -> None:
 
 def test_what_would_decide_by_drafts_or_chunks_is_refused() -> None:
     model, batch = tiny.load("llama"), Batch(((5, 9, 7, 5, 9, 7, 5, 9),))
-    ahead = Capacity(0.5, at=(1,))
+    ahead, in_prompts = Capacity(0.5, at=(1,)), Capacity(0.5, at=(1,))
     ahead.lookahead = True
-    for module in (ahead, HeavyHitter(heavy=2, recent=2)):
-        with pytest.raises(ConfigError, match="without speculative decoding"):
-            generate(model, batch, [module], do_sample=False, prompt_lookup_num_tokens=3)
-    with pytest.raises(ConfigError, match="drafts for itself"):
-        generate(model, batch, [Capacity(0.5, at=(1,))], do_sample=False, assistant_model=model)
-    with pytest.raises(ConfigError, match="prefill_chunk_size=3 gives it 8 tokens in parts"):
-        generate(model, batch, [Capacity(0.5, at=(1,))], do_sample=False, prefill_chunk_size=3)
-    whole, _ = generate(model, batch, [Capacity(0.5, at=(1,))], do_sample=False)
-    assert torch.equal(generate(model, batch, [Capacity(0.5, at=(1,))], do_sample=False, prefill_chunk_size=8)[0], whole)
-    causal, _ = generate(model, batch, [Hashed(0.4, 0.2, "drop")], do_sample=False)
-    assert torch.equal(generate(model, batch, [Hashed(0.4, 0.2, "drop")], do_sample=False, prefill_chunk_size=3)[0], causal)
+    for module, options, says in (
+        (ahead, {"prompt_lookup_num_tokens": 3}, "without speculative decoding"),
+        (HeavyHitter(heavy=2, recent=2), {"prompt_lookup_num_tokens": 3}, "without speculative decoding"),
+        (in_prompts, {"assistant_model": model}, "drafts for itself"),
+        (in_prompts, {"prefill_chunk_size": 3}, "prefill_chunk_size=3 gives it 8 tokens in parts"),
+    ):
+        with tiny.refused(says):
+            greedy(model, batch, [module], **options)
+    for module, size in ((in_prompts, 8), (Hashed(0.4, 0.2, "drop"), 3)):
+        assert torch.equal(greedy(model, batch, [module], prefill_chunk_size=size)[0], greedy(model, batch, [module])[0])
 
 
 @torch.no_grad()

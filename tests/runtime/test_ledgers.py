@@ -1,5 +1,7 @@
-"""Invariant 6: what the ledgers say ran is what ran, and what the cache is billed for is what it holds."""
+"""Invariant 6: what the ledgers say ran is what ran, and what the cache is billed for is what it holds. A layer in which every column is an entry
+writes no facts down until somebody asks; asking, or not, changes nothing."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +12,16 @@ from hypothesis import strategies as st
 from thinning import draws
 from tiny import Batch, Capacity, HaltAll, Hashed
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
-from quicksilver.runtime import Architecture, RuntimeModule, TokenPolicy, apply
+from quicksilver.modules import Halting, StagedHalting
+from quicksilver.runtime import Run, RuntimeModule, apply
+from quicksilver.runtime.cache import CacheLayer
+from quicksilver.runtime.cache.layer import Kind
+from quicksilver.runtime.plan import Planner
+from quicksilver.runtime.run import Execution
 
-flops = pytest.importorskip("quicksilver.measure.flop_counter")
+TWO = Batch((tuple(range(1, 17)), tuple(range(60, 44, -1))))
 
 
 def test_nominal_by_hand() -> None:
@@ -31,31 +39,22 @@ def test_nominal_by_hand() -> None:
 
 @torch.no_grad()
 def test_ledgers_add_up_over_passes_and_reset_forgets() -> None:
-    model, batch = tiny.load("gpt2"), Batch((tuple(range(1, 17)),))
+    model, ids = tiny.load("gpt2"), TWO.ids[:1]
     with apply(model, [Capacity(0.5, signal="attention")]) as run:
-        model(batch.ids)
+        model(ids)
         one = run.flops
-        model(batch.ids)
+        model(ids)
         assert run.flops - one == one
         assert one.signals > 0
         assert len(run.trace.passes) == 2
         run.reset()
         assert run.flops.executed == run.kv_bytes.billed == 0
         assert run.trace.passes == []
-        model(batch.ids)
+        model(ids)
         assert run.flops == one
-    assert run.flops == one  # it may be read after the block
-
-
-@torch.no_grad()
-def test_one_logit_costs_one_head() -> None:
-    model, batch = tiny.load("llama"), Batch((tuple(range(1, 17)),))
-    with apply(model, []) as run:
-        model(batch.ids)
-        all_logits = run.flops.executed
         run.reset()
-        model(batch.ids, logits_to_keep=1)
-    assert all_logits - run.flops.executed == 15 * 2 * tiny.WIDTH * tiny.VOCABULARY
+        model(ids, logits_to_keep=1)
+    assert one.executed - run.flops.executed == 15 * 2 * tiny.WIDTH * tiny.VOCABULARY  # it may be read after the block
 
 
 def storage_bytes(cache: Any) -> int:
@@ -69,11 +68,10 @@ def storage_bytes(cache: Any) -> int:
 @torch.no_grad()
 def test_resident_bytes_are_the_bytes_that_are_kept_alive(name: str, modules: list[RuntimeModule]) -> None:
     """GPT-2 and GPT-NeoX compute q, k and v in one product: K and V as views of it would keep the queries as well."""
-    model, batch = tiny.load(name), Batch((tuple(range(1, 17)), tuple(range(60, 44, -1))))
-    cache = None
+    model, cache = tiny.load(name), None
     with apply(model, modules) as run:
         for first, stop in ((0, 12), (12, 13), (13, 16)):
-            cache = model(batch.ids[:, first:stop], past_key_values=cache, use_cache=True).past_key_values
+            cache = model(TWO.ids[:, first:stop], past_key_values=cache, use_cache=True).past_key_values
             assert storage_bytes(cache) == run.kv_bytes.resident
         cache.crop(-5)
         assert storage_bytes(cache) == run.kv_bytes.resident
@@ -117,21 +115,20 @@ def test_a_rearranged_cache_goes_on_as_the_sequences_it_now_holds(name, executio
 @pytest.mark.parametrize("execution", ["compact", "masked"])
 @torch.no_grad()
 def test_a_cache_cropped_to_nothing_is_a_new_one(execution: str) -> None:
-    model, batch = tiny.load("llama"), Batch((tuple(range(1, 17)), tuple(range(60, 44, -1))))
+    model = tiny.load("llama")
     with apply(model, [Hashed(0.4, 0.2)], execution=execution) as run:
-        output = model(batch.ids, use_cache=True)
+        output = model(TWO.ids, use_cache=True)
         cache, full = output.past_key_values, run.kv_bytes
         with pytest.raises(ValueError, match="negative"):  # a positive number once meant the length to keep
             cache.crop(5)
         cache.crop(0)
         assert run.kv_bytes == full
-        cache.crop(-16)
-        assert (run.kv_bytes.billed, run.kv_bytes.resident, cache.get_seq_length()) == (0, 0, 0)
-        again = model(batch.ids, past_key_values=cache).logits
-        assert run.kv_bytes == full
-        cache.reset()
-        assert (run.kv_bytes.billed, run.kv_bytes.resident, cache.get_seq_length()) == (0, 0, 0)
-    torch.testing.assert_close(again, output.logits, atol=1e-5, rtol=1e-5)
+        for empty in (lambda: cache.crop(-16), cache.reset):
+            empty()
+            assert (run.kv_bytes.billed, run.kv_bytes.resident, cache.get_seq_length()) == (0, 0, 0)
+            again = model(TWO.ids, past_key_values=cache).logits
+            assert run.kv_bytes == full
+            torch.testing.assert_close(again, output.logits, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("execution", ["compact", "masked"])
@@ -148,47 +145,147 @@ def test_a_cache_made_outside_is_adopted(name: str, execution: str, batch: Batch
     rest = {k: v if k == "attention_mask" else v[:, outside:] for k, v in inputs.items()}
     with apply(model, [policy], execution=execution):
         found = model(**rest, past_key_values=cache, use_cache=True).logits
-    later = FromPass(1, policy)
+    later = replace(policy, first_pass=1)
     expected = tiny.forward(model, batch, [later], chunks=[outside, batch.width - outside], execution=execution)
     real = batch.mask[:, outside:].bool()
     torch.testing.assert_close(found[real], expected.logits[:, outside:][real], atol=1e-5, rtol=1e-5)
 
 
-class FromPass(TokenPolicy):
-    """`inner`, silent before pass `first`."""
-
-    priority = 10
-
-    def __init__(self, first: int, inner: Hashed) -> None:
-        self.first, self.inner = first, inner
-
-    def bind(self, architecture: Architecture) -> None:
-        self.inner.bind(architecture)
-
-    @property
-    def copies_kv(self) -> bool:
-        return self.inner.copies_kv
-
-    def decide(self, view: Any, tokens: Any) -> None:
-        if view.pass_index >= self.first:
-            self.inner.decide(view, tokens)
-
-
 @torch.no_grad()
-def test_an_empty_cache_may_be_brought_along() -> None:
-    model, batch = tiny.load("mistral"), Batch((tuple(range(1, 17)),))
-    expected = tiny.forward(model, batch, [Hashed()], chunks=[16]).logits
+def test_an_empty_cache_may_be_brought_along_and_a_complete_one_may_leave_the_block() -> None:
+    model = tiny.load("mistral")
+    expected = tiny.forward(model, TWO, [Hashed()], chunks=[16]).logits
     for cache in (DynamicCache(), DynamicCache(config=model.config)):
         with apply(model, [Hashed()]):
-            assert torch.equal(model(batch.ids, past_key_values=cache).logits, expected)
+            assert torch.equal(model(TWO.ids, past_key_values=cache).logits, expected)
         assert cache.get_seq_length() == 16
+    model = tiny.load("llama")
+    plain = tiny.passes(model, TWO.inputs(), [8, 8])[-1].logits
+    for execution in ("compact", "masked"):
+        with apply(model, [tiny.Never()], execution=execution):
+            cache = model(TWO.ids[:, :8], use_cache=True).past_key_values
+        assert torch.equal(model(TWO.ids[:, 8:], past_key_values=cache).logits, plain)
+
+
+# -- layers of the cache -----------------------------------------------------------------------------------------------------------
+HEADS, HEAD_DIM = 2, 4
+KINDS = ("ragged", "packed", "masked")
+Step = tuple[str, int]
+
+
+def steps() -> st.SearchStrategy[list[Step]]:
+    grow = st.tuples(st.just("update"), st.integers(1, 4))
+    others = st.tuples(st.sampled_from(["crop", "swap", "repeat", "reset", "look"]), st.integers(1, 3))
+    return st.lists(grow | others, min_size=1, max_size=12)
+
+
+def new_states(rows: int, n: int, seed: int) -> torch.Tensor:
+    return torch.randn(rows, HEADS, n, HEAD_DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def look(layer: CacheLayer) -> None:
+    """What a module may ask of a layer, and what a ledger asks."""
+    assert layer.entries is not None
+    assert layer.real_seen is not None
+    assert layer.slots is not None
+    rows = layer.real_seen.shape[0]
+    assert torch.equal(layer.slots, torch.arange(layer.seen).expand(rows, -1))
+    assert layer.lengths.tolist() == layer.real_seen[:, 0].tolist() == [layer.seen] * rows
+    assert layer.is_entry.all()
+
+
+@given(kind=st.sampled_from(KINDS), steps=steps(), curious=st.booleans())
+@settings(max_examples=60)
+def test_a_plain_layer_is_a_dynamic_one(kind: Kind, steps: list[Step], curious: bool) -> None:
+    layer, plain, rows = CacheLayer(kind), DynamicLayer(), 2
+    for number, (step, n) in enumerate(steps):
+        if step == "update":
+            keys, values = new_states(rows, n, number), new_states(rows, n, 100 + number)
+            both = layer.update(keys, values), plain.update(keys, values)
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(*both, strict=True))
+        elif not layer.seen:
+            continue
+        elif step == "crop":
+            n = min(n, layer.seen)
+            layer.crop(-n)
+            plain.keys, plain.values = (part[:, :, : layer.seen] for part in (plain.keys, plain.values))
+        elif step == "swap":
+            order = torch.arange(rows).flip(0)
+            layer.reorder_cache(order)
+            plain.keys, plain.values = plain.keys[order], plain.values[order]
+        elif step == "repeat" and rows < 8:
+            layer.batch_repeat_interleave(2)
+            plain.keys, plain.values = (part.repeat_interleave(2, dim=0) for part in (plain.keys, plain.values))
+            rows *= 2
+        elif step == "reset":
+            layer.reset()
+            plain, rows = DynamicLayer(), 2
+        if layer.seen:
+            assert layer.is_complete
+            assert layer.get_seq_length() == layer.seen == plain.keys.shape[2]
+            assert torch.as_tensor(layer.length).expand(rows).tolist() == [layer.seen] * rows
+            assert torch.equal(layer.keys, plain.keys)
+            assert layer.billed_bytes() == layer.resident_bytes() == plain.keys.nbytes + plain.values.nbytes
+            if curious or step == "look":
+                look(layer)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])
+def test_a_token_after_a_thinned_prompt_goes_behind_what_is_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is planned or masked for it; logits, ledgers and facts are those of the long way, cropping and beams included."""
+    model, ids = tiny.load(name), torch.arange(2, 34).view(2, 16)
+    module = Halting(rule="capacity", signal="random", schedule="one_shot", window=(0.2, 0.8), missing_kv="drop", resume_layers=0)
+    behind: list[int] = []
+    append = CacheLayer.append
+    monkeypatch.setattr(CacheLayer, "append", lambda self, k, v: behind.append(k.shape[2]) or append(self, k, v))
+
+    def decoded(execution: Execution) -> tuple[list[torch.Tensor], Run, list[torch.Tensor]]:
+        with torch.no_grad(), apply(model, [module], execution=execution) as run:
+            cache = model(ids, use_cache=True).past_key_values
+            behind.clear()
+            logits = [model(ids[:, :1] + i, past_key_values=cache, use_cache=True).logits for i in range(3)]
+            cache.crop(-2)
+            cache.reorder_cache(torch.tensor([1, 0]))
+            logits += [model(ids[:, :1] + i, past_key_values=cache, use_cache=True).logits for i in range(2)]
+            found = [layer.slots[layer.is_entry] for layer in cache.layers]
+            return logits, run, found
+
+    compact, run, slots = decoded("compact")
+    assert behind == [1] * 5 * run.arch.n_layers
+    assert run.kv_bytes.billed == run.kv_bytes.resident
+    masked, reference, expected = decoded("masked")
+    for mine, theirs in zip(compact, masked, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+    assert run.flops.nominal == reference.flops.nominal
+    assert [part.tolist() for part in slots] == [part.tolist() for part in expected]
+
+
+EVEN = torch.arange(1, 25).view(2, 12)
+DROP = {"before": 2, "share": 0.4, "signal": "position", "missing_kv": "drop"}
 
 
 @torch.no_grad()
-def test_a_complete_cache_may_leave_the_block() -> None:
-    model, batch = tiny.load("llama"), Batch((tuple(range(1, 13)),))
-    plain = tiny.passes(model, batch.inputs(), [8, 4])[-1].logits
-    for execution in ("compact", "masked"):
-        with apply(model, [tiny.Never()], execution=execution):
-            cache = model(batch.ids[:, :8], use_cache=True).past_key_values
-        assert torch.equal(model(batch.ids[:, 8:], past_key_values=cache).logits, plain)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])
+def test_a_step_in_which_nobody_acts_is_the_one_that_is_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes straight to its layers."""
+    model = tiny.load(name)
+    planned: list[int] = []
+    plan = Planner.plan
+    monkeypatch.setattr(
+        Planner, "plan", lambda self, call, *args, **options: planned.append(call.layer) or plan(self, call, *args, **options)
+    )
+    found = []
+    for quick in (True, False):
+        planned.clear()
+        if not quick:
+            monkeypatch.setattr(Run, "_nobody_acts_in", lambda self, current: False)
+        with apply(model, [StagedHalting(stages=[DROP], protect_last=2, protect_first=0, missing_kv="project")]) as run:
+            cache = model(EVEN, use_cache=True).past_key_values
+            logits = [model(EVEN[:, i : i + 1], past_key_values=cache, use_cache=True).logits for i in range(3)]
+        found.append((torch.stack(logits), run.flops, run.kv_bytes, len(planned)))
+    (quick_logits, *quick_ledgers, few), (logits_, *ledgers, all_) = found
+    assert torch.equal(quick_logits, logits_)
+    assert quick_ledgers == ledgers
+    layers = len(model.base_model.layers if hasattr(model.base_model, "layers") else model.base_model.h)
+    assert all_ == 4 * layers
+    assert few == layers  # all of the prompt

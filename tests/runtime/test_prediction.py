@@ -1,14 +1,15 @@
 """What a family's adapter says of its layers; and K/V that are predicted for tokens that stop: by whom, when, how often, at what cost."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import tiny
 import torch
-from tiny import Batch
+from tiny import Batch, Does
 
 from quicksilver.modules import AdaptiveQuantization
-from quicksilver.runtime import Architecture, ConfigError, LayerView, TokenPolicy, TokenState, apply, architecture_of
+from quicksilver.runtime import Architecture, LayerView, TokenState, apply, architecture_of
 from quicksilver.runtime.translation import PredictedKV
 
 AT = 1  # tokens halt after this layer: the source layer is the next one
@@ -35,25 +36,14 @@ class Constant:
         return self.made[-1]
 
 
-@dataclass
-class EverySecond(TokenPolicy):
-    """Every second token halts after layer `AT`, its K/V predicted."""
+def every_second(translator: Constant | None, missing_kv: str = "predict", count_per_row: int | None = None) -> Does:
+    """Every second token halts after layer `AT`."""
 
-    translator: Constant | None
-    resume_layers: int = 0
-    missing_kv: str = "predict"
-    counted: bool = False
-    priority = 10
-
-    def acts_at(self, layer: int) -> bool:
-        return layer == AT
-
-    def decide(self, view: LayerView, tokens: TokenState) -> None:
+    def halt(view: LayerView, tokens: TokenState) -> None:
         chosen = (view.slots % 2 == 1) & tokens.active
-        tokens.halt(
-            chosen, missing_kv=self.missing_kv, translator=self.translator, resume_layers=self.resume_layers,
-            count_per_row=7 if self.counted else None,
-        )  # fmt: skip
+        tokens.halt(chosen, missing_kv=missing_kv, translator=translator, count_per_row=count_per_row)
+
+    return Does(halt, at=AT, priority=10, copies_kv=missing_kv == "copy")
 
 
 @torch.no_grad()
@@ -66,7 +56,7 @@ def test_the_cache_holds_what_was_projected_then_what_was_predicted(name: str, e
     states = model(**BATCH.inputs(), use_cache=False, output_hidden_states=True).hidden_states  # entering each layer
     frozen = states[AT + 1]  # nobody has halted before: these are the dense model's
     translator = Constant(arch)
-    with apply(model, [EverySecond(translator, counted=counted)], execution=execution) as run:
+    with apply(model, [every_second(translator, count_per_row=7 if counted else None)], execution=execution) as run:
         cache = model(**BATCH.inputs(), use_cache=True).past_key_values
     assert len(translator.asked) == 1
     assert translator.asked[0][1] == (7 if execution == "compact" else 14)
@@ -92,7 +82,7 @@ def test_keys_rotated_for_all_layers_at_once_are_those_of_each_layer(name: str, 
     for small in (0, 2**18):
         monkeypatch.setattr("quicksilver.runtime.translation._SMALL", small)
         translator = Constant(architecture_of(model))
-        with apply(model, [EverySecond(translator)]):
+        with apply(model, [every_second(translator)]):
             found.append(model(**BATCH.inputs()).logits)
         at_once.append(len(translator.made[0]._rotated))
     assert torch.equal(*found)
@@ -105,14 +95,8 @@ def test_its_work_is_in_the_ledgers() -> None:
     arch = architecture_of(model)
     found = {}
     for mode in ("predict", "copy", "drop"):
-        translator = Constant(arch) if mode == "predict" else None
-
-        class Copies(EverySecond):
-            copies_kv = True
-
-        with apply(model, [Copies(translator, missing_kv=mode)]) as run:
-            model(**BATCH.inputs(), use_cache=False)
-        found[mode] = run.flops
+        module = every_second(Constant(arch) if mode == "predict" else None, mode)
+        found[mode] = tiny.forward(model, BATCH, [module]).run.flops
     projected = 2 * arch.kv_params_per_layer
     assert found["predict"].executed - found["copy"].executed == 14 * (1000 + projected)
     assert found["predict"].nominal - found["copy"].nominal == 14 * (1000 + projected)
@@ -123,7 +107,7 @@ def test_its_work_is_in_the_ledgers() -> None:
 def test_predicted_entries_are_packed_at_their_width() -> None:
     model = tiny.load("llama")
     arch = architecture_of(model)
-    modules = [EverySecond(Constant(arch)), AdaptiveQuantization(bits=8, depth=0.2)]
+    modules = [every_second(Constant(arch)), AdaptiveQuantization(bits=8, depth=0.2)]
     logits = []
     for execution in ("compact", "masked"):
         with apply(model, modules, execution=execution) as run:
@@ -135,33 +119,21 @@ def test_predicted_entries_are_packed_at_their_width() -> None:
     torch.testing.assert_close(logits[:2], logits[2:], atol=1e-4, rtol=1e-4)
 
 
-class Wrong(TokenPolicy):
-    def __init__(self, *halts: dict[str, object]) -> None:
-        self.halts = halts
-
-    def acts_at(self, layer: int) -> bool:
-        return layer == AT
-
-    def decide(self, view: LayerView, tokens: TokenState) -> None:
-        for i, options in enumerate(self.halts):
-            tokens.halt(view.slots % 5 == i, **options)
-
-
-@torch.no_grad()
 def test_what_makes_no_sense_is_refused() -> None:
-    model = tiny.load("llama")
-    arch = architecture_of(model)
-    mistakes = {
-        "needs a translator": [{"missing_kv": "predict"}],
-        "takes no translator": [{"missing_kv": "drop", "translator": Constant(arch)}],
-        "reads states entering layer 3, and tokens halt after layer 1: halt them after layer 2": [
-            {"missing_kv": "predict", "translator": Constant(arch, source_layer=3)}
-        ],
-        "Two translators": [{"missing_kv": "predict", "translator": Constant(arch)} for _ in range(2)],
-    }
+    one, two = (Constant(architecture_of(tiny.load("llama"))) for _ in range(2))
+    late = "reads states entering layer 3, and tokens halt after layer 1: halt them after layer 2"
+    mistakes: dict[str, list[tuple[str, Constant | None]]] = {
+        "needs a translator": [("predict", None)], "takes no translator": [("drop", one)], late: [("predict", replace(one, source_layer=3))],
+        "Two translators": [("predict", one), ("predict", two)],
+    }  # fmt: skip
     for message, halts in mistakes.items():
-        with apply(model, [Wrong(*halts)]), pytest.raises(ConfigError, match=message):
-            model(**BATCH.inputs())
+
+        def halt(view: LayerView, tokens: TokenState, halts: list[Any] = halts) -> None:
+            for i, (mode, translator) in enumerate(halts):
+                tokens.halt(view.slots % 5 == i, missing_kv=mode, translator=translator)
+
+        with tiny.refused(message):
+            tiny.forward(tiny.load("llama"), BATCH, [Does(halt, at=AT)])
 
 
 @pytest.fixture(params=tiny.FAMILIES)

@@ -1,8 +1,6 @@
 """A capacity rule decides how many, not only who: shapes follow without asking the device, as a CUDA graph needs it (docs/design.md §2)."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quicksilver.baselines.halting import OneShotHalting, PromptPruning
 from quicksilver.modules import ExponentialDecay, Halting, StagedHalting, StaticDepth
-from quicksilver.runtime import LayerView, RuntimeModule, TokenPolicy, TokenState, apply
+from quicksilver.runtime import LayerView, RuntimeModule, TokenState, apply
 
 # `tolist` shows as `resolve_conj`, and does so in inference mode only.
 WAITING = ("_local_scalar_dense", "resolve_conj", "nonzero", "masked_select", "bincount", "is_nonzero", "equal", "_unique2")
@@ -41,23 +39,12 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def waits() -> Iterator[list[str]]:
-    with Waits() as mode:
-        yield mode.found
-
-
 def halting(**options: Any) -> Halting:
     return Halting(**({"rule": "capacity", "missing_kv": "drop", "resume_layers": 0} | options))
 
 
-class PredictsHalf(tiny.Halts):
+class PredictsHalf(tiny.HaltAll):
     """Half of a prompt of 16 stops, its K/V predicted, and says how many that are."""
-
-    missing_kv = "predict"
-
-    def acts_at(self, layer: int) -> bool:
-        return layer == 1
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
         mask, translator = tokens.active & (view.slots % 2 == 1), self.translators[1]
@@ -66,7 +53,7 @@ class PredictsHalf(tiny.Halts):
 
 OLDEST = {"before": 1, "count": 4, "signal": "position", "missing_kv": "drop"}
 STATIC = {
-    "predicted": lambda: [PredictsHalf()],
+    "predicted": lambda: [PredictsHalf(1, "predict")],
     "one shot": lambda: [halting(schedule="one_shot", signal="random")],
     "gradual, drift": lambda: [halting(schedule="gradual", signal="drift")],
     "exponential, oldest": lambda: [halting(schedule="exponential", signal="position")],
@@ -91,13 +78,11 @@ def test_a_prompt_of_static_shapes_asks_the_device_nothing(policy: str, name: st
     model, ids = tiny.load(name), torch.arange(2, 34).view(2, 16)
 
     def asked() -> list[str]:
-        with waits() as found:  # transformers looks at the ids; not while a graph is captured
+        with Waits() as mode:  # transformers looks at the ids; not while a graph is captured
             cache = model(ids, use_cache=use_cache, logits_to_keep=1).past_key_values
-        if policy == "static depth" and use_cache:  # its tokens after the prompt stop at half depth too
-            with waits() as later:
+            if policy == "static depth" and use_cache:  # its tokens after the prompt stop at half depth too
                 model(ids[:, :1], use_cache=True, past_key_values=cache)
-            found += later
-        return found
+        return mode.found
 
     with torch.inference_mode():
         of_its_own = asked()
@@ -114,24 +99,11 @@ def test_a_prompt_of_static_shapes_asks_the_device_nothing(policy: str, name: st
 ])  # fmt: skip
 def test_what_depends_on_the_data_does_ask(modules: Sequence[RuntimeModule]) -> None:
     model, ids = tiny.load("llama"), torch.arange(2, 34).view(2, 16)
-    with torch.inference_mode(), waits() as of_its_own:
+    with torch.inference_mode(), Waits() as of_its_own:
         model(ids, use_cache=False)
-    with torch.inference_mode(), apply(model, modules), waits() as found:
+    with torch.inference_mode(), apply(model, modules), Waits() as mode:
         model(ids, use_cache=False)
-    assert len(found) > len(of_its_own)
-
-
-@dataclass
-class Misstated(TokenPolicy):
-    """Halts five tokens of each row, and says something else about them."""
-
-    said: dict[str, int]
-
-    def acts_at(self, layer: int) -> bool:
-        return layer == 1
-
-    def decide(self, view: LayerView, tokens: TokenState) -> None:
-        tokens.halt(tokens.active & (view.slots > 0) & (view.slots < 6), missing_kv="drop", **self.said)
+    assert len(mode.found) > len(of_its_own.found)
 
 
 @pytest.mark.parametrize(("said", "message"), [
@@ -140,9 +112,9 @@ class Misstated(TokenPolicy):
     ({"count_per_row": 5, "oldest_from": 2}, r"halt\(oldest_from=2\)"),
 ])  # fmt: skip
 def test_a_wrong_statement_is_no_run(said: dict[str, int], message: str) -> None:
-    model = tiny.load("llama")
-    with torch.inference_mode(), apply(model, [Misstated(said)]), pytest.raises(RuntimeError, match=message):
-        model(torch.arange(2, 34).view(2, 16))
+    five = lambda view, tokens: tokens.halt(tokens.active & (view.slots > 0) & (view.slots < 6), missing_kv="drop", **said)
+    with pytest.raises(RuntimeError, match=message):
+        tiny.forward(tiny.load("llama"), tiny.EVEN, [tiny.Does(five, at=1)])
 
 
 @pytest.mark.parametrize("missing_kv", ["drop", "project", "zero", "copy"])

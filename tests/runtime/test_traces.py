@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
 import tiny
 import torch
 from hypothesis import given, settings
@@ -13,9 +12,8 @@ from safetensors.torch import load_file, save_file
 from thinning import draws
 from tiny import Batch, Hashed
 
-from quicksilver.runtime import ConfigError, Trace, apply
-
-controls = pytest.importorskip("quicksilver.modules.controls")
+from quicksilver.modules import Replay
+from quicksilver.runtime import Trace, apply
 
 TENSORS = ("valid", "halt_layer", "halted_kv", "resume_layer", "kv_layer")
 
@@ -26,7 +24,7 @@ def test_a_replay_needs_no_signal() -> None:
     made = tiny.forward(model, batch, [tiny.Capacity(0.5, signal="attention"), tiny.EntropyBelow(3.6)])
     assert made.run.flops.signals > 0
     assert made.trace.active_counts()[-1] < 16
-    again = tiny.forward(model, batch, [controls.Replay(made.trace)])
+    again = tiny.forward(model, batch, [Replay(made.trace)])
     assert again.run.flops.signals == 0
     assert again.run.flops.executed == made.run.flops.executed - made.run.flops.signals
 
@@ -38,12 +36,12 @@ def test_traces_of_several_batches_are_joined_in_order(tmp_path: Path) -> None:
     made = [tiny.forward(model, batch, [Hashed(0.4)]) for batch in batches]
     joined = Trace.concat(outcome.trace for outcome in made)
     joined.save(tmp_path / "joined.safetensors")
-    with apply(model, [controls.Replay(Trace.load(tmp_path / "joined.safetensors"))]):
+    with apply(model, [Replay(Trace.load(tmp_path / "joined.safetensors"))]):
         for batch, outcome in zip(batches, made, strict=True):
             assert torch.equal(model(batch.ids, use_cache=False).logits, outcome.logits)
-    again = tiny.forward(model, batches[1], [controls.Replay(joined, first_pass=1)])
+    again = tiny.forward(model, batches[1], [Replay(joined, first_pass=1)])
     assert torch.equal(again.logits, made[1].logits)
-    with pytest.raises(ConfigError, match=r"\[5, 6\] layers cannot be joined"):
+    with tiny.refused(r"\[5, 6\] layers cannot be joined"):
         Trace.concat([joined, Trace(6)])
 
 
@@ -92,7 +90,7 @@ def test_what_is_no_trace_is_refused_by_name(tmp_path: Path) -> None:
         about = json.loads(file.metadata()["quicksilver"])
 
     def refused(says: str) -> None:
-        with pytest.raises(ConfigError, match=rf"foreign\.safetensors.*{says}"):
+        with tiny.refused(rf"foreign\.safetensors.*{says}"):
             Trace.load(path)
 
     foreign = (b"", b"not a trace", b"\x00" * 64, b'{"halt_layer": []}' * 9)

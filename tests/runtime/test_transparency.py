@@ -1,7 +1,5 @@
-"""Invariant 1: without a decision nothing changes, bit for bit, and afterwards nothing is left on the model."""
+"""Invariant 1: without a decision nothing changes, bit for bit, and afterwards nothing is left on the model; weights that accelerate keeps on disk stay there."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -9,34 +7,17 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thinning import diagonal, draws
-from tiny import Batch, Hashed, Never
+from thinning import diagonal, draws, first
+from tiny import Batch, Does, Hashed, Never, left_untouched
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM
+from two_ranks import modules
 
-from quicksilver.runtime import ConfigError, LayerView, RuntimeModule, TokenPolicy, TokenState, apply, architecture_of
+from quicksilver.modules.fitted import model_digest
+from quicksilver.runtime import ConfigError, apply, architecture_of
 
-MODULES = st.sampled_from(["none", "silent", "attentive"])
-
-
-def modules_of(name: str) -> list[RuntimeModule]:
-    return {"none": [], "silent": [Never()], "attentive": [Never(attention=True, entropy=True)]}[name]
-
-
-def fingerprint(model: PreTrainedModel) -> list[tuple[str, Any]]:
-    """All that the runtime might leave behind: attributes, hooks, an instance's own forward, the config."""
-    found: list[tuple[str, Any]] = [("config", model.config.to_dict())]
-    for name, module in model.named_modules():
-        own = {k: v for k, v in module.__dict__.items() if k not in ("_parameters", "_buffers", "_modules")}
-        found += [(f"{name}.{k}", dict(v) if isinstance(v, dict) else v) for k, v in own.items()]
-    return found
-
-
-@contextmanager
-def left_untouched(model: PreTrainedModel) -> Iterator[None]:
-    before = fingerprint(model)
-    yield
-    assert fingerprint(model) == before
+MODULES = {"none": [], "silent": [Never()], "attentive": [Never(attention=True, entropy=True)]}
+IDS = torch.arange(1, 12)[None]
 
 
 @pytest.mark.parametrize(("name", "attention"), tiny.with_attention(tiny.MODELS, all_sdpa=True))
@@ -47,14 +28,14 @@ def test_without_a_decision_the_logits_are_the_plain_models_bit_for_bit(name: st
     model = tiny.load(name, attention)
     batch = data.draw(tiny.batches(high=14, padded=False))
     chunks = data.draw(st.none() | tiny.chunkings(batch.width))
-    which = data.draw(MODULES)
+    which = data.draw(st.sampled_from(sorted(MODULES)))
     inputs = batch.inputs()
     if chunks is None:
         plain = model(**inputs, use_cache=False).logits
     else:
         plain = torch.cat([out.logits for out in tiny.passes(model, inputs, chunks)], dim=1)
     with left_untouched(model):
-        found = tiny.forward(model, batch, modules_of(which), chunks=chunks)
+        found = tiny.forward(model, batch, MODULES[which], chunks=chunks)
     if which != "none" and chunks is not None and architecture_of(model).attention_window(tiny.LAYERS - 1):
         # The plain cache of a sliding window forgets what has left it, the ragged one masks it: other shapes, other rounding.
         torch.testing.assert_close(found.logits, plain, atol=1e-5, rtol=1e-5)
@@ -81,10 +62,8 @@ def test_without_a_module_a_left_padded_batch_is_the_plain_models_bit_for_bit(na
 
 
 HOW: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False},
-    "sampling": {"do_sample": True, "temperature": 1.3},
-    "beams": {"do_sample": False, "num_beams": 3},
-}
+    "greedy": {"do_sample": False}, "sampling": {"do_sample": True, "temperature": 1.3}, "beams": {"do_sample": False, "num_beams": 3},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "attention", "how"), diagonal(tiny.unlike_first(tiny.FAMILIES), ("sdpa", "eager"), HOW, n=10))
@@ -92,13 +71,11 @@ HOW: dict[str, dict[str, Any]] = {
 def test_without_a_decision_generate_gives_the_plain_models_tokens(name: str, attention: str, how: str) -> None:
     model = tiny.load(name, attention)
     batch = Batch(((5, 9, 13, 2, 44, 17, 8, 30, 21), (7, 7, 3, 51), (12, 60, 33, 33, 1, 2)))
-    prompt = {"input_ids": batch.ids, "attention_mask": batch.mask}
+    options = {"max_new_tokens": 5, "min_new_tokens": 5, "return_dict_in_generate": True, "output_logits": True, **HOW[how]}
 
     def generate() -> Any:
         torch.manual_seed(3)
-        return model.generate(
-            **prompt, max_new_tokens=5, min_new_tokens=5, return_dict_in_generate=True, output_logits=True, **HOW[how]
-        )
+        return model.generate(batch.ids, attention_mask=batch.mask, **options)
 
     plain = generate()
     with left_untouched(model), apply(model, []):
@@ -111,79 +88,60 @@ def test_without_a_decision_generate_gives_the_plain_models_tokens(name: str, at
 
 def test_generate_keeps_the_kwargs_and_outputs_of_the_model() -> None:
     """Hidden states, attentions and the loss come out as they did."""
-    model, ids = tiny.load("llama", "eager"), torch.arange(1, 11)[None]
+    model, asked = tiny.load("llama", "eager"), {"labels": IDS, "output_hidden_states": True, "output_attentions": True}
     with torch.no_grad():
-        plain = model(ids, labels=ids, output_hidden_states=True, output_attentions=True)
+        plain = model(IDS, **asked)
         with left_untouched(model), apply(model, [Never()]):
-            found = model(ids, labels=ids, output_hidden_states=True, output_attentions=True)
-    assert torch.equal(found.loss, plain.loss)
-    assert all(torch.equal(a, b) for a, b in zip(found.hidden_states, plain.hidden_states, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(found.attentions, plain.attentions, strict=True))
-
-
-class Refuses(TokenPolicy):
-    def decide(self, view: LayerView, tokens: TokenState) -> None:
-        if view.layer == 2:
-            raise ZeroDivisionError("a module broke")
+            found = model(IDS, **asked)
+    for ours, theirs in (
+        ((found.loss,), (plain.loss,)),
+        (found.hidden_states, plain.hidden_states),
+        (found.attentions, plain.attentions),
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
 @torch.no_grad()
 def test_nothing_is_left_on_the_model_when_something_breaks_inside(name: str) -> None:
-    model, ids = tiny.load(name), torch.arange(1, 9)[None]
-    plain = model(ids).logits
+    model = tiny.load(name)
+    plain = model(IDS).logits
     with left_untouched(model):
-        with pytest.raises(ZeroDivisionError), apply(model, [Refuses()]):
-            model(ids)
+        with pytest.raises(ZeroDivisionError), apply(model, [Does(lambda view, tokens: 1 // 0, at=2)]):
+            model(IDS)
         with pytest.raises(KeyError), apply(model, [Hashed()]):
             raise KeyError
-    assert torch.equal(model(ids).logits, plain)
+    assert torch.equal(model(IDS).logits, plain)
 
 
-@torch.no_grad()
-def test_a_module_that_broke_once_may_be_called_again_inside_the_same_block() -> None:
-    model, batch = tiny.load("llama"), Batch((tuple(range(1, 9)),))
-    policy = Hashed(0.4)
-    expected = tiny.forward(model, batch, [policy])
-    with apply(model, [policy]) as run:
-        with pytest.raises(IndexError):
-            model(torch.tensor([[tiny.VOCABULARY + 5]]))
-        run.reset()
-        assert torch.equal(model(batch.ids, use_cache=False).logits, expected.logits)
-        assert len(run.trace.passes) == 1
+def refuse(*_: Any) -> None:
+    raise ConfigError("no")
 
 
 def test_options_that_are_refused_leave_the_model_alone() -> None:
-    class Picky(Never):
-        def bind(self, architecture: Any) -> None:
-            raise ConfigError("no")
-
     with left_untouched(tiny.load("gpt2")):
-        for module, wrong in ((Hashed(), {"execution": "fast"}), (Hashed(), {"decision_layers": [99]}), (Picky(), {})):
+        for module, wrong in ((Hashed(), {"execution": "fast"}), (Hashed(), {"decision_layers": [99]}), (Does(bind=refuse), {})):
             with pytest.raises(ConfigError):
                 apply(tiny.load("gpt2"), [module], **wrong)
         apply(tiny.load("gpt2"), [Hashed()])  # made and never entered
 
 
 @torch.no_grad()
-def test_an_inner_apply_is_refused_and_the_outer_one_goes_on() -> None:
-    model, batch = tiny.load("llama"), Batch((tuple(range(1, 12)),))
-    expected = tiny.forward(model, batch, [Hashed(0.5)]).logits
-    with left_untouched(model), apply(model, [Hashed(0.5)]):
-        with pytest.raises(ConfigError, match="already under quicksilver.apply"), apply(model, []):
+def test_a_run_goes_on_after_an_inner_one_and_after_a_pass_that_broke_and_may_be_entered_again() -> None:
+    model, run = tiny.load("llama"), apply(tiny.load("llama"), [Hashed(0.5)])
+    expected = tiny.forward(model, Batch((tuple(range(1, 12)),)), [Hashed(0.5)]).logits
+    with left_untouched(model), run:
+        with tiny.refused("already under quicksilver.apply"), apply(model, []):
             pass
-        assert torch.equal(model(batch.ids, use_cache=False).logits, expected)
-
-
-@torch.no_grad()
-def test_a_run_may_be_entered_again() -> None:
-    model, batch = tiny.load("llama"), Batch((tuple(range(1, 12)),))
-    run = apply(model, [Hashed(0.5)])
-    with run:
-        first = model(batch.ids).logits
+        assert torch.equal(model(IDS, use_cache=False).logits, expected)
+        with pytest.raises(IndexError):
+            model(torch.tensor([[tiny.VOCABULARY + 5]]))
+        run.reset()
+        assert torch.equal(model(IDS, use_cache=False).logits, expected)
+        assert len(run.trace.passes) == 1
     run.reset()
     with left_untouched(model), run:
-        assert torch.equal(model(batch.ids).logits, first)
+        assert torch.equal(model(IDS, use_cache=False).logits, expected)
     assert len(run.trace.passes) == 1
 
 
@@ -207,3 +165,45 @@ def test_accelerates_own_hooks_survive() -> None:
     seen.clear()
     model(ids)
     assert seen == [12] * tiny.LAYERS
+
+
+# -- weights that accelerate keeps on disk -----------------------------------------------------------------------------------------
+BATCH = Batch((tuple(range(1, 21)), tuple(range(40, 25, -1))))  # of unequal length
+
+
+def offloaded(model, folder):
+    """Every second layer on disk, all else in memory."""
+    model.save_pretrained(folder)
+    layers = {id(layer): ("cpu", "disk")[i % 2] for i, layer in enumerate(architecture_of(model).layers)}
+    places, placed = {}, ()
+    for name, module in model.named_modules():
+        if name.startswith(placed):
+            continue
+        if id(module) in layers or not any(id(part) in layers for part in module.modules()):
+            places[name] = layers.get(id(module), "cpu")
+            placed = (*placed, f"{name}.")
+    made = AutoModelForCausalLM.from_pretrained(folder, device_map=places, offload_folder=folder / "weights")
+    return made.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", first(("gpt2", "llama", "phi3", "gpt_neox", "qwen3", "olmo2")))
+def test_offloaded_is_plain(family, tmp_path, subtests):
+    plain = tiny.load(family)
+    model = offloaded(plain, tmp_path)
+    elsewhere = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    assert len(elsewhere) > 10
+    assert model_digest(model) == model_digest(plain)
+    # Calls of an offloaded layer go through accelerate, which has a forward of its own in place.
+    forwards = [layer.forward for layer in architecture_of(model).layers]
+    for (name, ours), theirs in zip(modules(model).items(), modules(plain).values(), strict=True):
+        with subtests.test(name):
+            found = []
+            for each, policies in ((plain, theirs), (model, ours)):
+                with apply(each, policies) as run:
+                    found.append((each(**BATCH.inputs(), use_cache=True).logits, run.flops, run.kv_bytes))
+            assert all(torch.equal(a, b) for a, b in zip(BATCH.real(found[0][0]), BATCH.real(found[1][0]), strict=True))
+            assert found[0][1:] == found[1][1:]
+            assert found[0][1].executed != found[0][1].dense_nominal or name == "none"
+    assert [name for name, parameter in model.named_parameters() if parameter.is_meta] == elsewhere
+    assert [layer.forward for layer in architecture_of(model).layers] == forwards

@@ -90,7 +90,7 @@ schedule: $(STAMP) ## which tokens stop where, chosen by KL on calibration text 
 budget: $(STAMP) ## a dial set so that a budget holds (ARGS="save=0.3", or "cost=1 dial=fusion_attention"; MODEL, DATASET); alone: lists the dials
 	@$(PY) -m quicksilver budget $(SELECTED)
 
-benchmark: $(STAMP) ## what the runtime costs and saves on this machine, within twenty minutes, into results/benchmarks/ (ARGS; ARGS="against=HEAD~20": is this code slower?)
+benchmark: $(STAMP) ## what the runtime costs and saves on this machine, within ten minutes, into results/benchmarks/ (ARGS="full=true": all of it; ARGS="against=HEAD~20": is this code slower?)
 	@$(PY) -m quicksilver dev benchmark $(ARGS)
 
 benchmark-gpu: $(STAMP) ## the same on a CUDA device (ARGS); where only torch and transformers are: python scripts/benchmark_gpu.py

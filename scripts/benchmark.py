@@ -1,6 +1,6 @@
 """What the runtime costs and how much of what it saves is real, on a quiet machine: `make benchmark`, or one part of it.
 
-python scripts/benchmark.py [all] --minutes 16     # every part that begins within the minutes, in a process of its own, and a page of them
+python scripts/benchmark.py [all] [--full]        # the standard parts or all, each in a process of its own, and a page of them
 python scripts/benchmark.py runtime --only none decay --batch 4
 python scripts/benchmark.py quantization|break_even|scaling|lengths|lm_eval --help
 python scripts/benchmark_gpu.py                    # on a CUDA device; python scripts/benchmark_against.py REVISION: against an earlier version
@@ -634,14 +634,17 @@ def lm_eval(o: Options) -> Iterator[Row]:
 # -- all of them, and their page -------------------------------------------------------------------------------------------------
 
 # A part's words. It writes what its benchmark does, those about prediction into a file of their own.
+STANDARD = ("runtime", "presets", "prediction", "lengths")
 PARTS = {
     "runtime": "runtime --only none decay fusion decide generate repeat --dtypes float32 --batch 4 --decay-layers 8 --new-tokens 17",
+    "presets": f"runtime --only predicted --batch 4 --sequence 448 --repeats 5 --new-tokens 9 --shapes {' '.join(shipped_with_schedules())}",
     "prediction": "runtime --only predicted --dtypes float32 --shapes gpt2-large --repeats 3 --new-tokens 17",
+    "lengths": "lengths --repeats 3 --sequence 128 512 2048",
     "quantization": "quantization --batch 4 --sequence 256 --layers 2 --decode-layers 12 --kernel-rows 1024 --repeats 3",
     "break_even": "break_even --cell-seconds 0.5",
     "scaling": "scaling --repeats 3",
-    "lengths": "lengths --repeats 3 --sequence 128 512 2048",
 }
+OWN_FILE = {"presets": "benchmark_prediction_presets.json", "prediction": "benchmark_prediction_gpt2-large.json"}
 TITLES = {  # of the page, by the beginning of a file's name
     "benchmark_prediction": "Dropped, then predicted, on true shapes",
     "benchmark_quantization": "int8: times as fast as the first of each comparison",
@@ -665,14 +668,14 @@ def all_parts(o: Options) -> int:
     shared.say_if_busy()
     began, notes, ran = time.monotonic(), dict[str, str](), dict[str, str]()
     o.output.mkdir(parents=True, exist_ok=True)
-    for part in o.only:
+    for part in PARTS if o.full else o.only:
         if time.monotonic() - began > 60 * o.minutes:
             notes[part] = f"the {o.minutes:g} minutes were over"
             continue
         print(f"[{part}]", flush=True)
         started, words = time.monotonic(), [*PARTS[part].split(), *getattr(o, part).split()]
         own = BENCHMARKS[words[0]][1]  # what has no name of its own is given the folder
-        written = "benchmark_prediction_gpt2-large.json" if part == "prediction" else own.name * (own.suffix == ".json")
+        written = OWN_FILE.get(part, own.name * (own.suffix == ".json"))
         if code := run_part(words, o.output / written):
             notes[part] = f"{words[0]} ended with exit code {code}"
         ran[part] = f"{time.monotonic() - started:.0f} s (`benchmark.py {' '.join(words)}`)"
@@ -754,8 +757,8 @@ LAYERED = [*shared.SHAPES, *shipped_with_schedules()]
 # What runs (yielding findings, or a figure), where it writes, and its options.
 BENCHMARKS: dict[str, tuple[Callable[[Options], Any], Path, dict[str, Any]]] = {
     "all": (all_parts, shared.RESULTS, {
-        "only": Option(tuple(PARTS), choices=PARTS),
-        "minutes": Option(16.0, "no part begins after that; the longest takes about four", least=0),
+        "only": Option(STANDARD, choices=PARTS), "full": Option(False, "all parts"),
+        "minutes": Option(20.0, "no part begins after that; the longest takes about four", least=0),
         **{part: Option("", "further options of that part, in one word") for part in PARTS},
     }),
     "runtime": (runtime, shared.RESULTS / "benchmark.json", {

@@ -42,7 +42,7 @@ COMMANDS = {
     "show": ("look.Show", "Print all that one record has: its numbers against dense and its null, its files and its page."),
     "status": ("look.Status", "Say what is at work below a results folder: sweeps, single runs, the processes that make them, jobs in the queue."),
     "time": ("reproduce.Time", "Time the rows of a table again in several processes, so that it prints their range."),
-    "dev benchmark": ("dev.Benchmark", "What the runtime costs and saves on this machine, within twenty minutes."),
+    "dev benchmark": ("dev.Benchmark", "What the runtime costs and saves on this machine, within ten minutes."),
     "dev completion": ("dev.Completion", "The script with which a shell completes commands, keys and choices."),
     "dev keep": ("dev.Keep", "Put the records behind every written table, figure and the ledger into results/records, where git has them."),
     "dev readme": ("dev.Readme", "Put the written tables and figures into README.md, between its markers."),

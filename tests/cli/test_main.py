@@ -137,6 +137,7 @@ def test_the_parts_of_the_benchmark_are_keys_of_its_command():
         "lengths",
         "--lengths=--repeats 5",
     ]
+    assert Benchmark.parsed(["full=true"], "").command()[-1] == "--full"
 
 
 def test_every_command_completes_its_own_keys(prints):

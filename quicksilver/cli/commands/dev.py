@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SCRIPT = REPOSITORY / "scripts" / "benchmark.py"
-PARTS = ("runtime", "prediction", "quantization", "break_even", "scaling", "lengths")
+PARTS = ("runtime", "presets", "prediction", "lengths", "quantization", "break_even", "scaling")
 # The shell hands the line up to the cursor to `quicksilver dev completion words LINE`, which answers one candidate a line.
 _BASH = """_quicksilver() {
     local line="${COMP_LINE:0:COMP_POINT}"
@@ -180,20 +180,23 @@ class Readme(ResultsFolder):
 class Benchmark(Command):
     """
     quicksilver dev benchmark
+    quicksilver dev benchmark full=true
     quicksilver dev benchmark only=[runtime,scaling] minutes=5
     quicksilver dev benchmark against=HEAD~20
     """
 
     only: list[str] | None = key("[…]", f"parts: {', '.join(PARTS)}")
-    minutes: Annotated[float, check_positive] = key("16", "no part begins after that", 16.0)
+    full: bool = key("true", "all parts, not the standard ones", False)
+    minutes: Annotated[float, check_positive] = key("20", "no part begins after that", 20.0)
     against: str | None = key("REVISION", "is this code slower than that one? Both in turns; nothing else is measured")
     output: str | None = key("FOLDER", "default: results/benchmarks")
     runtime: str = key("OPTIONS", "further options of that part of scripts/benchmark.py, in one word", "")
+    presets: str = key("OPTIONS", "in the same way", "")
     prediction: str = key("OPTIONS", "in the same way", "")
+    lengths: str = key("OPTIONS", "in the same way", "")
     quantization: str = key("OPTIONS", "in the same way", "")
     break_even: str = key("OPTIONS", "in the same way", "")
     scaling: str = key("OPTIONS", "in the same way", "")
-    lengths: str = key("OPTIONS", "in the same way", "")
 
     def main(self) -> int:
         """Run scripts/benchmark.py; returns its exit code."""
@@ -210,7 +213,7 @@ class Benchmark(Command):
             words = [sys.executable, str(SCRIPT.with_name("benchmark_against.py")), self.against]
             return [*words, *(["--output", str(Path(self.output) / "against.json")] if self.output else [])]
         words = [sys.executable, str(SCRIPT), "all", "--minutes", str(self.minutes)]
-        words += ["--only", *self.only] if self.only else []
+        words += ["--only", *self.only] if self.only else ["--full"] * self.full
         words += ["--output", str(Path(self.output))] if self.output else []
         return [*words, *(f"--{part.replace('_', '-')}={more}" for part in PARTS if (more := getattr(self, part)))]
 

@@ -11,11 +11,8 @@ import torch.nn.functional as F
 
 from quicksilver.modules.checks import by_place, layer_after
 from quicksilver.modules.signals import lowest, share_of
-from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.module import TokenPolicy
+from quicksilver.runtime import Architecture, LayerView, TokenPolicy, TokenState
 from quicksilver.runtime.options import Count, Share, between
-from quicksilver.runtime.pass_state import TokenState
-from quicksilver.runtime.view import LayerView
 
 
 @dataclass(kw_only=True)
@@ -48,10 +45,7 @@ class TokenMerging(TokenPolicy):
     protect_last: Count = 1
     lookahead: bool = False
     priority: ClassVar[int] = 30
-
-    @property
-    def causal(self) -> bool:
-        return False
+    causal = False
 
     @property
     def proportional_attention(self) -> bool:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from quicksilver.files import write_atomically
-from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime import ConfigError
 from quicksilver.runtime.options import checks_of
 from quicksilver.runtime.placement import whole_parameters
 from quicksilver.runtime.reading import parse_json
@@ -210,8 +210,6 @@ def _tensor_fields(cls: type) -> list[str]:
 
 
 # -- K and V of later layers -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Translator(FittedFile):
     """K and V of later layers from the state a token stopped with: a fitted linear map instead of the layers in between.
@@ -341,8 +339,6 @@ def translator_for(architecture: Architecture, source: str | Path | BoundTransla
 
 
 # -- the head's input, from states in the middle -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Lens(FittedFile):
     """What the model would predict from a state in the middle, by a linear map for each layer (tuned lens, arXiv 2303.08112).

@@ -12,19 +12,23 @@ import torch
 import torch.nn.functional as F
 
 from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds, is_percentile
-from quicksilver.modules.checks import TokenMask, by_id, by_place, by_slot, check_known_ids, layer_after
-from quicksilver.modules.signals import Random, Signal, lowest, pooled, share_of, slot_draw, without_observers
-from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.module import MergePolicy, TokenPolicy
+from quicksilver.modules.checks import TokenMask, check_known_ids, layer_to_act, marked
+from quicksilver.modules.signals import (
+    Random,
+    Signal,
+    active_first,
+    lowest,
+    own_columns,
+    pooled,
+    share_of,
+    slot_draw,
+    without_observers,
+)
+from quicksilver.runtime import Architecture, CacheView, ConfigError, LayerView, MergePolicy, TokenPolicy, TokenState
 from quicksilver.runtime.options import Count, Odd, Positive, Share, TokenIds, at_least, between, check_token_ids, is_list
-from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.reading import read_json
-from quicksilver.runtime.view import CacheView, LayerView
 
 # -- joining neighbours ------------------------------------------------------------------------------------------------------------
-
-
 # Rounds of `_grow`. A chain of d neighbours, each closer than the next, takes d rounds by distance. Longer chains (the states of
 # repetitive text converge step by step) are cut at places spread evenly; after three such rounds no two of them are side by side.
 _BY_DISTANCE, _BY_PLACE = 5, 3
@@ -79,20 +83,7 @@ def _grow(distance: torch.Tensor, size: torch.Tensor, max_group: int) -> torch.T
     return joined
 
 
-def own_columns(like: torch.Tensor) -> torch.Tensor:
-    """(B, M) long, the index of each column."""
-    return torch.arange(like.shape[1], device=like.device).expand(like.shape)
-
-
-def active_first(active: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Columns with the active ones first, in order, and which of those are active: (B, M) each."""
-    order = (~active).to(torch.uint8).argsort(dim=1, stable=True)
-    return order, active.gather(1, order)
-
-
 # -- how far apart two tokens are --------------------------------------------------------------------------------------------------
-
-
 DISTANCES = ("l2", "relative", "cosine")
 
 
@@ -180,8 +171,6 @@ def _mean_norm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 # -- which tokens are never fused --------------------------------------------------------------------------------------------------
-
-
 def occurrences(ids: torch.Tensor, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
     """Tokens of `ids` (B, N) long that are part of one of the sequences: (B, N) bool."""
     found = torch.zeros_like(ids, dtype=torch.bool)
@@ -220,8 +209,6 @@ def _counts(value: Any, rare_below: int) -> torch.Tensor | None:
 
 
 # -- the module --------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(kw_only=True)
 class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
     """Carry neighbours whose states are close on as one super-token, in the slot of the last of them (paper 2.3, App. D, I).
@@ -315,6 +302,7 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
     decode_every: Count = 0
     lookahead: bool = False
     halts: ClassVar[bool] = False
+    causal = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -322,7 +310,6 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
         self._check_rule()
         kind: Any = self.criterion if self.criterion in DISTANCES else "l2"
         self._distance, self._context = NeighbourDistance(kind), ContextDivergence(kind, self.context_window)
-        self._random = Random(self.seed)
 
     def _check_rule(self) -> None:
         if self.rule == "threshold":
@@ -344,10 +331,6 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
     def priority(self) -> int:  # type: ignore[override]
         """Before halting (10), or after KV skipping (20), which acts on what has just halted."""
         return 30 if self.first == "halting" else 5
-
-    @property
-    def causal(self) -> bool:
-        return False
 
     @property
     def proportional_attention(self) -> bool:
@@ -372,19 +355,16 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
         return [] if self.calibration is not None else [signal for signal, tau in asked if is_percentile(tau)]
 
     def bind(self, architecture: Architecture) -> None:
-        for name, ids in {
-            "exempt_ids": self.exempt_ids,
-            **{f"anchors[{i}]": anchor for i, anchor in enumerate(self.anchors)},
-        }.items():
-            check_known_ids(name, ids, architecture.vocab_size)
+        check_known_ids("exempt_ids", self.exempt_ids, architecture.vocab_size)
+        for i, anchor in enumerate(self.anchors):
+            check_known_ids(f"anchors[{i}]", anchor, architecture.vocab_size)
         n_layers = architecture.n_layers
-        first = layer_after(self.start, n_layers)
+        first = layer_to_act("start", self.start, n_layers, "fuse")
         self.layers = tuple(range(first, n_layers - 1, self.every)) if self.every else (first,)
-        if first >= n_layers - 1:
-            raise ConfigError(f"start={self.start!r} leaves none of {n_layers} layers to fuse in: give a smaller fraction.")
         self._architecture = architecture
-        self._tau_fuse = self.resolved("tau_fuse", architecture, self._distance.key) if self.rule == "threshold" else None
-        self._tau_context = self.resolved("tau_context", architecture, self._context.key)
+        tau_fuse = self.tau_fuse if self.rule == "threshold" else None
+        self._tau_fuse = self.resolved("tau_fuse", tau_fuse, architecture, self._distance.key)
+        self._tau_context = self.resolved("tau_context", self.tau_context, architecture, self._context.key)
 
     def acts_at(self, layer: int) -> bool:
         return layer in self.layers
@@ -395,7 +375,10 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
     def decide(self, view: LayerView, tokens: TokenState) -> None:
         if view.slots.shape[1] < 2:
             return
-        self._check_group(view)
+        if self.max_group is not None and view.is_prompt and self.max_group > (longest := int(view.n_tokens.max())):
+            raise ConfigError(
+                f"max_group={self.max_group} is larger than the prompt of {longest} tokens: give at most {longest}, or null."
+            )
         exempt = self.exempt(view)
         neighbour = tokens.left_neighbour()
         received = view.attention_received(self.attention_queries) if self.wants_attention(view.layer) else None
@@ -418,8 +401,7 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
 
     def exempt(self, view: LayerView) -> torch.Tensor:
         """(B, M) bool: never fused."""
-        exempt = by_place(view, self.protect_first, self.protect_last)
-        exempt |= by_id("exempt_ids", view, self.exempt_ids) | by_slot("exempt_mask", view, self.exempt_mask)
+        exempt = marked(view, "exempt", self.exempt_ids, self.exempt_mask, self.protect_first, self.protect_last)
         if not self.anchors and self._counts is None:
             return exempt
         if view.input_ids is None or view.pass_ids is None:
@@ -434,18 +416,12 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
             exempt |= self._counts.to(view.input_ids.device)[view.input_ids] < self.rare_below
         return exempt
 
-    def _check_group(self, view: LayerView) -> None:
-        if self.max_group is not None and view.is_prompt and self.max_group > (longest := int(view.n_tokens.max())):
-            raise ConfigError(
-                f"max_group={self.max_group} is larger than the prompt of {longest} tokens: give at most {longest}, or null."
-            )
-
     def _distances(
         self, view: LayerView, tokens: TokenState, received: torch.Tensor | None, neighbour: torch.Tensor
     ) -> torch.Tensor:
         """Of each token and its left neighbour: (B, M)."""
         if self.criterion != "attention":
-            return self._random(view, tokens) if self.criterion == "random" else self._distance(view, tokens)
+            return Random(self.seed)(view, tokens) if self.criterion == "random" else self._distance(view, tokens)
         assert received is not None
         if self.attention_pool > 1:
             received = pooled(received, tokens.active, self.attention_pool)
@@ -504,8 +480,6 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
 
 
 # -- K/V entries, while decoding ---------------------------------------------------------------------------------------------------
-
-
 def merge_new_entries(
     view: CacheView, *, kind: str, share: float, max_group: int | None, protect_first: int, protect_last: int, seed: int
 ) -> torch.Tensor:

@@ -13,17 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import torch
 
 from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds, is_percentile
-from quicksilver.modules.checks import TokenMask, by_id, by_place, by_slot, check_known_ids, layer_after
+from quicksilver.modules.checks import TokenMask, check_known_ids, layer_after, marked
 from quicksilver.modules.fitted import EMBEDDED, BoundTranslator, translator_for
 from quicksilver.modules.signals import Drift, Entropy, Signal, SignalSpec, lowest, make_signal, share_of
-from quicksilver.runtime.architecture import Architecture, architecture_of
-from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.module import TokenPolicy
+from quicksilver.runtime import Architecture, ConfigError, KVTranslator, LayerView, TokenPolicy, apply, architecture_of
 from quicksilver.runtime.options import Count, Fractions, Share, TokenIds, between, check_choice, check_count, check_share
 from quicksilver.runtime.pass_state import MissingKV, TokenState
-from quicksilver.runtime.run import apply
-from quicksilver.runtime.translation import KVTranslator
-from quicksilver.runtime.view import LayerView
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -131,20 +126,12 @@ class HaltingPolicy(TokenPolicy):
         return self.first_layer <= layer <= self.last_layer
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
-        full = self._full(view)
+        full = marked(view, "full", self.full_ids, self.full_mask, *self.protected_at(view.layer))
         if self.forced_ids or self.forced_mask is not None:
-            forced = by_id("forced_ids", view, self.forced_ids) | by_slot("forced_mask", view, self.forced_mask)
-            self._halt(tokens, (tokens.active if full is None else tokens.active & ~full) & forced, view.layer)
-        chosen = self.choose(view, tokens, tokens.active if full is None else tokens.active & ~full)
+            forced = marked(view, "forced", self.forced_ids, self.forced_mask)
+            self._halt(tokens, tokens.active & ~full & forced, view.layer)
+        chosen = self.choose(view, tokens, tokens.active & ~full)
         self._halt(tokens, chosen, view.layer, self._count_per_row(view, tokens))
-
-    def _full(self, view: LayerView) -> torch.Tensor | None:
-        """(B, M) bool: who goes through all layers; None: nobody by name or place."""
-        protected = self.protected_at(view.layer)
-        if not (any(protected) or self.full_ids or self.full_mask is not None):
-            return None
-        full = by_place(view, *protected)
-        return full | by_id("full_ids", view, self.full_ids) | by_slot("full_mask", view, self.full_mask)
 
     def _halt(self, tokens: TokenState, mask: torch.Tensor, layer: int, count_per_row: int | None = None) -> None:
         tokens.halt(
@@ -302,8 +289,8 @@ class Halting(HaltingPolicy, Calibrated):
             return
         given = [tau for tau in (self.tau_drift, self.tau_entropy) if tau is not None]
         self._unchecked = all(isinstance(tau, int | float) for tau in given)  # one number for all layers, of any model
-        self._tau_drift = self.resolved("tau_drift", architecture, self._drift.key)
-        self._tau_entropy_nats = self.resolved("tau_entropy", architecture, self._entropy.key)
+        self._tau_drift = self.resolved("tau_drift", self.tau_drift, architecture, self._drift.key)
+        self._tau_entropy_nats = self.resolved("tau_entropy", self.tau_entropy, architecture, self._entropy.key)
         if self._tau_entropy_nats is not None and not is_percentile(self.tau_entropy):
             self._tau_entropy_nats = [tau * UNITS[self.unit] for tau in self._tau_entropy_nats]
 

@@ -11,11 +11,10 @@ import torch
 
 from quicksilver.modules.fitted import EMBEDDED, MODELS_FOLDER, FittedFile, translator_files, translator_for
 from quicksilver.modules.halting import HaltingPolicy
-from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.errors import ConfigError, UnavailableError
+from quicksilver.runtime import Architecture, ConfigError, LayerView, TokenState
+from quicksilver.runtime.errors import UnavailableError
 from quicksilver.runtime.options import Count, check_number
-from quicksilver.runtime.pass_state import MissingKV, TokenState
-from quicksilver.runtime.view import LayerView
+from quicksilver.runtime.pass_state import MissingKV
 
 PLACE_FEATURES = 2
 

@@ -12,10 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from quicksilver.modules.fitted import TUNED_LENS, Lens, lens_for
-from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime import ConfigError, LayerView, TokenState
 from quicksilver.runtime.options import Count, Odd, Options, Positive, at_least, check_choice
-from quicksilver.runtime.pass_state import TokenState
-from quicksilver.runtime.view import LayerView
 
 if TYPE_CHECKING:
     from quicksilver.runtime.architecture import Architecture
@@ -188,9 +186,20 @@ def without_observers(received: torch.Tensor, tokens: TokenState, queries: int) 
     return received.masked_fill(taking_part & (from_end <= queries), math.inf)
 
 
+def own_columns(like: torch.Tensor) -> torch.Tensor:
+    """(B, M) long, the index of each column."""
+    return torch.arange(like.shape[1], device=like.device).expand(like.shape)
+
+
+def active_first(active: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns with the active ones first, in order, and which of those are active: (B, M) each."""
+    order = (~active).to(torch.uint8).argsort(dim=1, stable=True)
+    return order, active.gather(1, order)
+
+
 def pooled(scores: torch.Tensor, taking_part: torch.Tensor, size: int) -> torch.Tensor:
     """The greatest of the `size` scores (B, M) of at least 0 around each of the tokens taking part, (B, M) bool, counted among these."""
-    order = (~taking_part).to(torch.uint8).argsort(dim=1, stable=True)
+    order, _ = active_first(taking_part)
     packed = scores.masked_fill(~taking_part, 0.0).gather(1, order)
     greatest = F.max_pool1d(packed[:, None], size, stride=1, padding=size // 2)[:, 0]
     return torch.zeros_like(scores).scatter(1, order, greatest)

@@ -16,23 +16,18 @@ from typing import Any, ClassVar, cast
 import torch
 import yaml
 
-from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds, is_percentile, resolve_thresholds
+from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds, is_percentile
 from quicksilver.modules.checks import layer_after
 from quicksilver.modules.fitted import EMBEDDED, BoundTranslator, FittedFile, Translator, translator_files, translator_for
 from quicksilver.modules.halting import HaltingPolicy
 from quicksilver.modules.signals import Signal, SignalSpec, lowest, make_signal, share_of
-from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.module import TokenPolicy
+from quicksilver.runtime import Architecture, ConfigError, KVTranslator, LayerView, TokenPolicy, TokenState
 from quicksilver.runtime.options import Count, InnerShare, Options, Positive, Share, check_choice, check_count, check_number
-from quicksilver.runtime.pass_state import MissingKV, TokenState
+from quicksilver.runtime.pass_state import MissingKV
 from quicksilver.runtime.reading import read_bytes
-from quicksilver.runtime.translation import KVTranslator
-from quicksilver.runtime.view import LayerView
+
 
 # -- stages ------------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Stage(Options):
     """One stage of halting.
@@ -228,8 +223,6 @@ def halted_before(stages: Sequence[Stage], index: int, n_tokens: int) -> int | N
 
 
 # -- the module --------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(kw_only=True)
 class StagedHalting(HaltingPolicy, Calibrated):
     """Tokens of a prompt halt in stages, each with its own layer, amount, signal and `missing_kv`.
@@ -289,8 +282,8 @@ class StagedHalting(HaltingPolicy, Calibrated):
             if stage.missing_kv == "predict":
                 self._translators[layer] = translator_for(architecture, stage.translator or EMBEDDED, layer + 1)
             if stage.below is not None and stage.score is not None:
-                taus = resolve_thresholds(f"stages[{i}].below", stage.below, architecture, self.calibration, stage.score.key)
-                self._tau_below[layer] = taus[layer]
+                taus = self.resolved(f"stages[{i}].below", stage.below, architecture, stage.score.key)
+                self._tau_below[layer] = taus[layer] if taus else 0.0
 
     def required_layers(self) -> frozenset[int]:
         return frozenset(self._numbers)
@@ -334,8 +327,6 @@ class StagedHalting(HaltingPolicy, Calibrated):
 
 
 # -- two stages, chosen for a model ------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Schedule(Options):
     """Which tokens of a prompt stop where.
@@ -469,6 +460,7 @@ class PresetHalting(TokenPolicy):
     translator: str | Path = "embedded"
     lookahead: bool = False
     priority: ClassVar[int] = 10
+    causal = False
 
     def __post_init__(self) -> None:
         self._halting: StagedHalting | None = None
@@ -479,10 +471,6 @@ class PresetHalting(TokenPolicy):
             self.schedule = Schedule.read(self.schedule)
         elif self.schedule is not None and not (isinstance(self.schedule, Schedule) or str(self.schedule).endswith(".yaml")):
             raise ConfigError(f"schedule={str(self.schedule)!r} is no file of `quicksilver schedule`: its name ends with .yaml.")
-
-    @property
-    def causal(self) -> bool:
-        return False
 
     @property
     def copies_kv(self) -> bool:

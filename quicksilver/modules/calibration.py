@@ -97,7 +97,7 @@ class Calibration(FittedFile):
                     raise ConfigError(f"{key} has {len(row)} values in a layer and the grid {len(self.grid)}")
 
 
-class Calibrated(ABC):
+class Calibrated:
     """A module whose thresholds may be percentiles of what a calibration measured.
 
     Attributes:
@@ -106,9 +106,14 @@ class Calibrated(ABC):
 
     calibration: Calibration | Path | str | None
 
-    @abstractmethod
+    def compared(self) -> Iterable[tuple[Signal, Thresholds | None]]:
+        """Every signal that is compared with thresholds, and these."""
+        return []
+
     def calibration_signals(self) -> list[Signal]:
         """The signals whose percentiles are thresholds and have not been measured; empty where `calibration` is given."""
+        asked = {signal.key: signal for signal, tau in self.compared() if is_percentile(tau)}
+        return list(asked.values()) if self.calibration is None else []
 
     def resolved(self, name: str, value: Thresholds | None, architecture: Architecture, key: str) -> list[float] | None:
         """The option `name` as one threshold per layer, length L; None where it is None.
@@ -125,9 +130,8 @@ class Calibrated(ABC):
         if not isinstance(value, str):
             values = value if isinstance(value, Sequence) else [value] * n_layers
             if len(values) != n_layers:
-                raise ConfigError(
-                    f"{name} has {len(values)} values and the model has {n_layers} layers: give one per layer, or one number."
-                )
+                found = f"{name} has {len(values)} values and the model has {n_layers} layers"
+                raise ConfigError(f"{found}: give one per layer, or one number.")
             return [float(v) for v in values]
         if calibration is None:
             calibration = shipped_calibration(model_digest(architecture.model))
@@ -184,9 +188,8 @@ def check_thresholds(name: str, value: float | Sequence[float] | str, low: float
         for layer, v in enumerate(value):
             check_number(f"{name}[{layer}]", v, low, high)
     elif isinstance(value, str | bytes):
-        raise ConfigError(
-            f"{name}={value!r} is not a number; give one, a list with one per layer, or a percentile such as 'p25'."
-        )
+        wanted = "give one, a list with one per layer, or a percentile such as 'p25'"
+        raise ConfigError(f"{name}={value!r} is not a number; {wanted}.")
     else:
         check_number(name, value, low, high)
 

@@ -15,9 +15,8 @@ def check_known_ids(name: str, ids: Iterable[int], vocabulary: int) -> None:
     """Raises ConfigError when one of `ids` is beyond the model's vocabulary: it would never match, and nothing would say so."""
     beyond = [i for i in ids if i >= vocabulary]
     if beyond:
-        raise ConfigError(
-            f"{name} has the token id {beyond[0]}, and the model has {vocabulary} tokens: give ids of its tokenizer."
-        )
+        there = f"the model has {vocabulary} tokens"
+        raise ConfigError(f"{name} has the token id {beyond[0]}, and {there}: give ids of its tokenizer.")
 
 
 def layer_after(fraction: float, n_layers: int) -> int:
@@ -34,6 +33,18 @@ def layer_to_act(name: str, fraction: float, n_layers: int, act: str) -> int:
     if (layer := layer_after(fraction, n_layers)) >= n_layers - 1:
         raise ConfigError(f"{name}={fraction!r} leaves none of {n_layers} layers to {act} in: give a smaller fraction.")
     return layer
+
+
+# -- columns of tokens (B, M) ------------------------------------------------------------------------------------------------------
+def own_columns(like: torch.Tensor) -> torch.Tensor:
+    """(B, M) long, the index of each column."""
+    return torch.arange(like.shape[1], device=like.device).expand(like.shape)
+
+
+def active_first(active: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns with the active ones first, in order, and which of those are active: (B, M) each."""
+    order = (~active).to(torch.uint8).argsort(dim=1, stable=True)
+    return order, active.gather(1, order)
 
 
 # -- tokens by place, by id, by slot -----------------------------------------------------------------------------------------------
@@ -70,9 +81,8 @@ def marked(
     chosen = by_place(view, first, last)
     if ids:
         if view.input_ids is None:
-            raise ConfigError(
-                f"{name}_ids={list(ids)} selects by token id, but the model was given embeddings: give input_ids, or use a mask."
-            )
+            selects = f"{name}_ids={list(ids)} selects by token id"
+            raise ConfigError(f"{selects}, but the model was given embeddings: give input_ids, or use a mask.")
         chosen |= torch.isin(view.input_ids, torch.tensor(list(ids), device=view.input_ids.device))
     if mask is not None:
         rows, mask = view.slots.shape[0], mask.to(view.slots.device)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
 
-from quicksilver.modules.checks import check_known_ids
-from quicksilver.modules.halting import HaltingPolicy, fill_up, halted_shares
-from quicksilver.modules.signals import Random, lowest, own_columns
+from quicksilver.modules.checks import active_first, check_known_ids, own_columns
+from quicksilver.modules.halting import HaltingPolicy, fill_up
+from quicksilver.modules.signals import Random, lowest
 from quicksilver.runtime import Architecture, CacheView, ConfigError, KVTranslator, LayerView, RuntimeModule, Span, apply
 from quicksilver.runtime.module import EvictionPolicy, MergePolicy, PrecisionExecutor, SpanPolicy, TokenPolicy
 from quicksilver.runtime.options import Count, Fractions, Share, between, check_choice, check_count, check_token_ids
@@ -79,9 +79,7 @@ class ExponentialDecay(HaltingPolicy):
 
     def bind(self, architecture: Architecture) -> None:
         super().bind(architecture)
-        self._halted_shares = halted_shares(
-            "exponential", self.first_layer, self.last_layer, architecture.n_layers, 0.0, self.alpha
-        )
+        self._halted_shares = self.scheduled_shares(architecture.n_layers, "exponential", alpha=self.alpha)
 
     def halted_share_after(self, layer: int) -> float | None:
         return self._halted_shares[layer] if self.even else None
@@ -241,7 +239,8 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
             raise ConfigError(f"{layers}: replay it on the model it was made with.")
         if self.precision is None and any(p.precisions for p in self.trace.passes):
             raise ConfigError("The trace holds tokens at fewer bits: give Replay(trace, like=modules) the module that did.")
-        if {int(n) for p in self.trace.passes for n in p.halt_layer[_halted_by(p, "predict")]} - set(self.translators):
+        predicted = {n for p in self.trace.passes for n in p.halt_layer[_halted_by(p, "predict")].unique().tolist()}
+        if predicted - set(self.translators):
             raise ConfigError("The trace holds predicted K/V: give Replay(trace, like=modules) the module that did it.")
         self._loaded = None
 
@@ -355,7 +354,7 @@ def shuffled(trace: Trace, seed: int, protect_first: int = 4, protect_last: int 
         part = (nth - 1) * parts // p.valid.sum(1, keepdim=True).clamp(min=1)  # (B, N)
         draw = (torch.rand(free.shape, generator=generator) + part).masked_fill(~free, parts + 1.0)
         source = draw.argsort(dim=1, stable=True)
-        target = (~free).to(torch.uint8).argsort(dim=1, stable=True)
+        target, _ = active_first(free)
         taken = torch.empty_like(source).scatter(1, target, source)  # (B, N): from which token each has its decisions
         if p.fusions:
             taken = _last_goes_on(p, free, taken)

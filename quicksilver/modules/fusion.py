@@ -12,18 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds, is_percentile
-from quicksilver.modules.checks import TokenMask, check_known_ids, layer_to_act, marked
-from quicksilver.modules.signals import (
-    Random,
-    Signal,
-    active_first,
-    lowest,
-    own_columns,
-    pooled,
-    share_of,
-    slot_draw,
-    without_observers,
-)
+from quicksilver.modules.checks import TokenMask, active_first, check_known_ids, layer_to_act, marked, own_columns
+from quicksilver.modules.signals import Random, Signal, lowest, pooled, share_of, slot_draw, without_observers
 from quicksilver.runtime import Architecture, CacheView, ConfigError, LayerView, MergePolicy, TokenPolicy, TokenState
 from quicksilver.runtime.options import Count, Odd, Positive, Share, TokenIds, at_least, between, check_token_ids, is_list
 from quicksilver.runtime.reading import read_json
@@ -112,8 +102,15 @@ class NeighbourDistance(Signal):
         return distance.masked_fill(neighbour == own_columns(neighbour), math.inf)
 
     def pairs(self, view: LayerView, tokens: TokenState) -> torch.Tensor:
-        """The distance of any two tokens: (B, M, M) float32."""
-        return pairwise_distances(self.states(view, tokens), self.kind)
+        """The distance of any two tokens, by one matrix product: (B, M, M) float32."""
+        x = self.states(view, tokens).float()
+        if self.kind == "cosine":
+            unit = F.normalize(x, dim=-1)
+            return 1 - unit @ unit.transpose(1, 2)
+        squares = x.square().sum(-1)
+        distance = (squares[:, :, None] + squares[:, None, :] - 2 * (x @ x.transpose(1, 2))).clamp(min=0).sqrt()
+        norms = squares.sqrt()
+        return distance if self.kind == "l2" else distance / _mean_norm(norms[:, :, None], norms[:, None, :])
 
 
 @dataclass(frozen=True)
@@ -153,17 +150,6 @@ def distance_between(a: torch.Tensor, b: torch.Tensor, kind: str) -> torch.Tenso
         return 1 - F.cosine_similarity(a, b, dim=-1)
     distance = (a - b).norm(dim=-1)
     return distance if kind == "l2" else distance / _mean_norm(a.norm(dim=-1), b.norm(dim=-1))
-
-
-def pairwise_distances(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """Distances of `kind` between all rows: (B, M, D) -> (B, M, M) float32, by one matrix product."""
-    x = x.float()
-    if kind == "cosine":
-        unit = F.normalize(x, dim=-1)
-        return 1 - unit @ unit.transpose(1, 2)
-    squares = x.square().sum(-1)
-    distance = (squares[:, :, None] + squares[:, None, :] - 2 * (x @ x.transpose(1, 2))).clamp(min=0).sqrt()
-    return distance if kind == "l2" else distance / _mean_norm(squares.sqrt()[:, :, None], squares.sqrt()[:, None, :])
 
 
 def _mean_norm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -316,14 +302,12 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
             if self.tau_fuse is None:
                 raise ConfigError("rule='threshold' needs tau_fuse: a number, one per layer, or a percentile such as 'p15'.")
             if self.criterion not in DISTANCES and is_percentile(self.tau_fuse):
-                raise ConfigError(
-                    f"criterion={self.criterion!r} has no percentile tau_fuse={self.tau_fuse!r}: give a number, or rule='capacity'."
-                )
+                given = f"criterion={self.criterion!r} has no percentile tau_fuse={self.tau_fuse!r}"
+                raise ConfigError(f"{given}: give a number, or rule='capacity'.")
         if self.tau_attention is not None and (self.rule == "capacity" or self.criterion not in DISTANCES):
-            raise ConfigError(
-                f"tau_attention={self.tau_attention!r} adds pairs that are closer than tau_fuse, and has no meaning with "
-                f"rule={self.rule!r} and criterion={self.criterion!r}: give rule='threshold' and a distance, or leave it out."
-            )
+            adds = f"tau_attention={self.tau_attention!r} adds pairs that are closer than tau_fuse"
+            given = f"has no meaning with rule={self.rule!r} and criterion={self.criterion!r}"
+            raise ConfigError(f"{adds}, and {given}: give rule='threshold' and a distance, or leave it out.")
         if self.max_group is not None and self.rule == "capacity" and self.fused_share > 1 - 1 / self.max_group:
             raise ConfigError(f"fused_share={self.fused_share!r} cannot be reached with max_group={self.max_group}: fuse less.")
 
@@ -348,11 +332,8 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
         observers = (self.attention_queries or 0) if self.criterion == "attention" else 0
         return replace(self, criterion="random", seed=seed, protect_last=max(self.protect_last, observers))
 
-    def calibration_signals(self) -> list[Signal]:
-        asked: list[tuple[Signal, Thresholds | None]] = [(self._context, self.tau_context)]
-        if self.rule == "threshold":
-            asked.append((self._distance, self.tau_fuse))
-        return [] if self.calibration is not None else [signal for signal, tau in asked if is_percentile(tau)]
+    def compared(self) -> list[tuple[Signal, Thresholds | None]]:
+        return [(self._context, self.tau_context), (self._distance, self.tau_fuse if self.rule == "threshold" else None)]
 
     def bind(self, architecture: Architecture) -> None:
         check_known_ids("exempt_ids", self.exempt_ids, architecture.vocab_size)
@@ -362,9 +343,9 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
         first = layer_to_act("start", self.start, n_layers, "fuse")
         self.layers = tuple(range(first, n_layers - 1, self.every)) if self.every else (first,)
         self._architecture = architecture
-        tau_fuse = self.tau_fuse if self.rule == "threshold" else None
-        self._tau_fuse = self.resolved("tau_fuse", tau_fuse, architecture, self._distance.key)
-        self._tau_context = self.resolved("tau_context", self.tau_context, architecture, self._context.key)
+        (context, tau_context), (distance, tau_fuse) = self.compared()
+        self._tau_fuse = self.resolved("tau_fuse", tau_fuse, architecture, distance.key)
+        self._tau_context = self.resolved("tau_context", tau_context, architecture, context.key)
 
     def acts_at(self, layer: int) -> bool:
         return layer in self.layers
@@ -376,9 +357,8 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
         if view.slots.shape[1] < 2:
             return
         if self.max_group is not None and view.is_prompt and self.max_group > (longest := int(view.n_tokens.max())):
-            raise ConfigError(
-                f"max_group={self.max_group} is larger than the prompt of {longest} tokens: give at most {longest}, or null."
-            )
+            larger = f"max_group={self.max_group} is larger than the prompt of {longest} tokens"
+            raise ConfigError(f"{larger}: give at most {longest}, or null.")
         exempt = self.exempt(view)
         neighbour = tokens.left_neighbour()
         received = view.attention_received(self.attention_queries) if self.wants_attention(view.layer) else None
@@ -409,10 +389,8 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
         if self.anchors:
             exempt |= occurrences(view.pass_ids, self.anchors).gather(1, view.index)
         if self._counts is not None:
-            if len(self._counts) < self._architecture.vocab_size:
-                raise ConfigError(
-                    f"token_counts has {len(self._counts)} numbers for {self._architecture.vocab_size} tokens: give one each."
-                )
+            if (found := len(self._counts)) < (needed := self._architecture.vocab_size):
+                raise ConfigError(f"token_counts has {found} numbers for {needed} tokens: give one each.")
             exempt |= self._counts.to(view.input_ids.device)[view.input_ids] < self.rare_below
         return exempt
 
@@ -473,41 +451,20 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
     def merge_cache(self, view: CacheView) -> torch.Tensor | None:
         if view.layer <= self.layers[0] or view.n_new < self.decode_every:
             return None
-        return merge_new_entries(
-            view, kind="random" if self.criterion == "random" else self._distance.kind, share=self.fused_share,
-            max_group=self.max_group, protect_first=self.protect_first, protect_last=self.protect_last, seed=self.seed,
-        )  # fmt: skip
-
-
-# -- K/V entries, while decoding ---------------------------------------------------------------------------------------------------
-def merge_new_entries(
-    view: CacheView, *, kind: str, share: float, max_group: int | None, protect_first: int, protect_last: int, seed: int
-) -> torch.Tensor:
-    """Merge those entries that came since the last merge whose keys are closest to their neighbour's.
-
-    Args:
-        kind: of the distance between keys (`NeighbourDistance`), or `random` by `seed`.
-        share: of the new entries, merged into others.
-        max_group: original tokens an entry may stand for; None: any number.
-        protect_first, protect_last: entries of the first slots of the sequence and of its newest tokens are left alone.
-
-    Returns:
-        (B, K) long, as `MergePolicy.merge_cache`.
-    """
-    free = view.present & (view.slots >= view.n_seen - view.n_new) & (view.slots < view.n_seen - protect_last)
-    free &= view.slots >= protect_first
-    columns = own_columns(view.slots)
-    last = torch.where(view.present, columns, -1).cummax(1).values
-    before = F.pad(last[:, :-1], (1, 0), value=-1)
-    eligible = free & (before >= 0)
-    before = before.clamp(min=0)
-    # An entry is beside another only if no halted or skipped token lies between them.
-    beside = view.slots - view.slots.gather(1, before) == view.size.long()
-    eligible &= beside & free.gather(1, before)
-    if kind == "random":
-        distance = slot_draw(seed, view.layer, view.slots)
-    else:
-        keys = view.keys.transpose(1, 2).flatten(2)  # (B, K, H_kv · head_dim)
-        distance = distance_between(keys, keys.gather(1, before[..., None].expand_as(keys)), kind)
-    k = share_of(torch.full_like(view.n_seen, view.n_new), share)
-    return group_closest(distance.masked_fill(~eligible, math.inf), view.present, view.size, max_group, k)
+        free = view.present & (view.slots >= view.n_seen - view.n_new) & (view.slots < view.n_seen - self.protect_last)
+        free &= view.slots >= self.protect_first
+        last = torch.where(view.present, own_columns(view.slots), -1).cummax(1).values
+        before = F.pad(last[:, :-1], (1, 0), value=-1)
+        eligible = free & (before >= 0)
+        before = before.clamp(min=0)
+        # An entry is beside another only if no halted or skipped token lies between them.
+        beside = view.slots - view.slots.gather(1, before) == view.size.long()
+        eligible &= beside & free.gather(1, before)
+        if self.criterion == "random":
+            distance = slot_draw(self.seed, view.layer, view.slots)
+        else:
+            keys = view.keys.transpose(1, 2).flatten(2)  # (B, K, H_kv · head_dim)
+            there = keys.gather(1, before[..., None].expand_as(keys))
+            distance = distance_between(keys, there, self._distance.kind)
+        k = share_of(torch.full_like(view.n_seen, view.n_new), self.fused_share)
+        return group_closest(distance.masked_fill(~eligible, math.inf), view.present, view.size, self.max_group, k)

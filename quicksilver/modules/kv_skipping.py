@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds, check_thresholds, halted_key, is_percentile
+from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds, check_thresholds, halted_key
 from quicksilver.modules.checks import TokenMask, check_known_ids, layer_to_act, marked
 from quicksilver.modules.signals import AttentionReceived, Signal, lowest, share_of
 from quicksilver.runtime import Architecture, ConfigError, LayerView, TokenPolicy, TokenState
@@ -71,9 +71,8 @@ class KVSkipping(TokenPolicy, Calibrated):
     def follows_halting(self) -> bool:
         return self.criterion != "attention"
 
-    def calibration_signals(self) -> list[Signal]:
-        asked = self.criterion != "halted" and is_percentile(self.tau_kv) and self.calibration is None
-        return [self._attention] if asked else []
+    def compared(self) -> list[tuple[Signal, Thresholds | None]]:
+        return [] if self.criterion == "halted" else [(self._attention, self.tau_kv)]
 
     def bind(self, architecture: Architecture) -> None:
         check_known_ids("keep_ids", self.keep_ids, architecture.vocab_size)

@@ -107,9 +107,8 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
 
     def _check_thresholds(self) -> None:
         if self.normalisation != "none" and self.unit != "nats":
-            raise ConfigError(
-                f"unit={self.unit!r} has no effect with normalisation={self.normalisation!r}: thresholds are shares then."
-            )
+            given = f"unit={self.unit!r} has no effect with normalisation={self.normalisation!r}"
+            raise ConfigError(f"{given}: thresholds are shares then.")
         for name, tau in (("tau_low", self.tau_low), ("tau_high", self.tau_high)):
             if is_percentile(tau) and self.normalisation == "minmax":
                 raise ConfigError(f"{name}={tau!r}: normalisation='minmax' scales each batch anew: give a number.")
@@ -122,9 +121,8 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
         if integers and weights == "float":
             raise ConfigError("execution='int8' multiplies integers: give weights='int8' or 'token', or execution='simulate'.")
         if self.scope == "residual" and (integers or weights != "float"):
-            raise ConfigError(
-                f"scope='residual' has nothing to multiply with execution={self.execution!r}, weights={weights!r}: give scope='linear'."
-            )
+            given = f"execution={self.execution!r}, weights={weights!r}"
+            raise ConfigError(f"scope='residual' has nothing to multiply with {given}: give scope='linear'.")
         return (IntegerExecutor if integers else SimulatedExecutor)(
             scope=self.scope, weights=weights, group_size=self.group_size, kv=self.kv, kv_group_size=self.kv_group_size,
             beta=BETAS[self.beta],
@@ -143,9 +141,8 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
     def precision(self) -> SimulatedExecutor:
         return self._executor
 
-    def calibration_signals(self) -> list[Signal]:
-        asked = is_percentile(self.tau_low) or is_percentile(self.tau_high)
-        return [self._entropy] if asked and self.rule == "entropy" and self.calibration is None else []
+    def compared(self) -> list[tuple[Signal, Thresholds]]:
+        return [(self._entropy, tau) for tau in (self.tau_low, self.tau_high) if self.rule == "entropy"]
 
     def bind(self, architecture: Architecture) -> None:
         self._entropy = self._entropy.bound(architecture)

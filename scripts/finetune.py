@@ -16,9 +16,8 @@ import dataclasses
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quicksilver.data.spec import TaskConfig
 from quicksilver.data.tasks import Example, read_task
+from quicksilver.fitting.training import matrices_and_rest
 from quicksilver.runs.config import compose
 from quicksilver.runtime.errors import ConfigError
 
@@ -68,6 +68,11 @@ class Recipe:
         """Share of the peak learning rate at `step`: a warmup, then a straight fall to 0 at the plan's `steps`."""
         return training_loop.falling(lambda at: min(1.0, (at + 1) / self.warmup_steps) * (1 - at / steps), self.falls, step)
 
+    def may_differ(self, meta: Mapping[str, Any]) -> list[str]:
+        """Fields of a state's recipe that may be others: falls that begin after its step."""
+        begun = [list(fall) for fall in self.falls if fall[0] < meta["step"]]
+        return ["falls"] if meta["recipe"]["falls"] == begun else []
+
 
 @dataclass(frozen=True)
 class Encoded:
@@ -90,9 +95,8 @@ class Encoded:
 
 
 def encoded(tokenizer: Any, task: TaskConfig, found: Sequence[Example], max_tokens: int) -> list[Encoded]:
-    last, *words = (
-        [*one] for one in tokenizer([task.template.split("}")[-1], *task.labels], add_special_tokens=False)["input_ids"]
-    )
+    texts = [task.template.split("}")[-1], *task.labels]
+    last, *words = ([*one] for one in tokenizer(texts, add_special_tokens=False)["input_ids"])
     tail = len(last) if task.template.count("{") == 1 else 0
     if any(len(w) != 1 for w in words) or len({w[0] for w in words}) != len(words):
         raise SystemExit(f"label words must be one token each, and differ: {list(task.labels)}")
@@ -323,12 +327,6 @@ def _after_each_word(text: str, numbers: Mapping[str, int], idf: np.ndarray, wei
 # -- training ---------------------------------------------------------------------------------------------------------------------
 
 
-def check_recipe(recipe: Recipe, meta: Mapping[str, Any], source: Path) -> None:
-    """Refuse a state of another recipe; falls that begin after its step may be others."""
-    begun = [list(fall) for fall in recipe.falls if fall[0] < meta["step"]]
-    training_loop.check_recipe(recipe, dict(meta), source, ["falls"] if meta["recipe"]["falls"] == begun else [])
-
-
 def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes: float) -> None:
     folder = start_of(recipe.base)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -341,17 +339,17 @@ def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes
     steps = recipe.falls[-1][1] if recipe.falls else len(every)
     smooth: float | None = None  # share of right answers
     began, first = time.monotonic(), -1
-    hidden, rest = training_loop.hidden_matrices_and_rest(model)
+    hidden, rest = matrices_and_rest(model)
     groups = [{"params": hidden, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     optims = [torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.98))]
 
-    def losses(step: int) -> Iterator[tuple[torch.Tensor, float]]:
+    def step_loss(step: int) -> torch.Tensor:
         nonlocal smooth, first
         first = step if first < 0 else first
         heard = drawn(every[step], recipe.plan_dropout, recipe.seed, step) if recipe.plan_dropout else None
         loss, right = loss_of(model, every[step], recipe.prefix_loss, heard)
         smooth = right if smooth is None else 0.98 * smooth + 0.02 * right
-        yield loss, 1.0
+        return loss
 
     def note(step: int, loss_nats: float, history: training_loop.History) -> None:
         if step % SCORED_EVERY == 0 or step == steps:
@@ -361,8 +359,8 @@ def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes
             print(json.dumps({**history[-1], "tokens_per_s": seen / (time.monotonic() - began)}), flush=True)
 
     done, history, _ = training_loop.run(
-        model, optims, work, partial(check_recipe, recipe), recipe=recipe, name=folder.name, steps=steps,
-        lr_scale=lambda step: recipe.lr_scale(step, len(every)), losses=losses, note=note, save_every=SAVED_EVERY, minutes=minutes,
+        model, optims, work, recipe, name=folder.name, steps=steps,
+        lr_scale=lambda step: recipe.lr_scale(step, len(every)), loss_of=step_loss, note=note, save_every=SAVED_EVERY, minutes=minutes,
     )  # fmt: skip
     if done < steps or out is None:
         return
@@ -443,9 +441,8 @@ def main() -> None:
     ask("--threads", type=int, default=1)
     ask("--falls", nargs="*", default=[], metavar="FROM-TO", help="steps between which the learning rate falls to 0")
     ask("--minutes", type=float, default=1e9)
-    plain = [f for f in dataclasses.fields(Recipe) if f.name not in ("base", "epochs", "falls")]
-    for f in plain:
-        ask(f"--{f.name.replace('_', '-')}", type=type(f.default), default=f.default)
+    plain = [f.name for f in dataclasses.fields(Recipe) if f.name not in ("base", "epochs", "falls")]
+    training_loop.add_options(parser, Recipe, plain)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     try:
@@ -453,7 +450,7 @@ def main() -> None:
     except ValueError as error:
         raise SystemExit(f"--tasks takes TASK=EPOCHS, such as sst2=3, not {' '.join(args.tasks)!r}.") from error
     falling = tuple((int(first), int(last)) for first, last in (fall.split("-") for fall in args.falls))
-    recipe = Recipe(args.base, epochs, **{f.name: getattr(args, f.name) for f in plain}, falls=falling)
+    recipe = Recipe(args.base, epochs, **{name: getattr(args, name) for name in plain}, falls=falling)
     torch.manual_seed(recipe.seed)
     try:
         train(recipe, args.data_root, args.work, args.out, args.minutes)

@@ -21,7 +21,9 @@ from statistics import fmean
 import pandas as pd
 import torch
 from tqdm import tqdm
+from training_loop import add_options
 
+from quicksilver.fitting.gates import GateRecipe
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.studies.token_halting import frames
 from quicksilver.studies.token_halting.runs import MORE, PARTS, Plan, SeedRuns, Workers, measured, tasks
@@ -29,6 +31,7 @@ from quicksilver.studies.token_halting.runs import MORE, PARTS, Plan, SeedRuns, 
 ROOT = Path(__file__).resolve().parent.parent
 HELD_WINDOWS = 32
 PLANNED = ("scenes", "validation", "steps", "tuning_steps", "tokens")  # sizes of the study
+DECIDED = ("steps", "batch_size", "learning_rate", "seed")  # of the gates of a language model
 
 
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -48,9 +51,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     ask("--checkpoints", type=Path, default=ROOT / "outputs" / "detection")
     ask("--output", type=Path, default=ROOT / "results" / "detection")
     ask("--folder", type=Path, help="of KITTI or nuScenes, instead of made scenes (give --checkpoints and --output, too)")
-    for name in PLANNED:
-        given, said = getattr(Plan(), name), "share of token-layers that gates are trained for" if name == "tokens" else None
-        ask(f"--{name.replace('_', '-')}", type=type(given), default=given, help=said)
+    add_options(detection, Plan, PLANNED, {"tokens": "share of token-layers that gates are trained for"})
     language = what.add_parser("language", help="gates of a frozen language model")
     ask = language.add_argument
     ask("--model", default="far-gpt2", help="a choice of conf/model")
@@ -59,11 +60,8 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     ask("--text", nargs="+", default=["python-docs", "wikitext103"], help="datasets; their calibrating part is read")
     ask("--windows", type=int, default=96, help="of 512 tokens, at most")
     ask("--saves", type=float, default=40.0, help="percent of the prompt's executed FLOPs")
-    ask("--steps", type=int, default=80)
-    ask("--batch-size", type=int, default=4, help="windows a step")
-    ask("--learning-rate", type=float, default=0.001)
+    add_options(language, GateRecipe, DECIDED, {"batch_size": "windows a step"})
     ask("--start-from", choices=("oldest", "random"), default="oldest", help="who halts before training")
-    ask("--seed", type=int, default=0)
     ask("--name", required=True, help="of the file")
     ask("--output", type=Path, help="folder of the file; default: results/gates/MODEL")
     ask("--data", help="folder of datasets (data.root)")
@@ -106,14 +104,14 @@ def detection(options: argparse.Namespace) -> None:
 
 def language(options: argparse.Namespace) -> None:
     from quicksilver.cli.commands.search import calibration_half
-    from quicksilver.fitting.gates import GateRecipe, card, choose, train_gates
+    from quicksilver.fitting.gates import card, choose, train_gates
     from quicksilver.runs.config import compose
     from quicksilver.runs.context import RunContext
     from quicksilver.runtime.architecture import architecture_of
 
     recipe = GateRecipe(
-        layers=tuple(options.gates), predicts=tuple(options.predict), saves_pct=options.saves, steps=options.steps,
-        batch_size=options.batch_size, learning_rate=options.learning_rate, start_from=options.start_from, seed=options.seed,
+        layers=tuple(options.gates), predicts=tuple(options.predict), saves_pct=options.saves, start_from=options.start_from,
+        **{name: getattr(options, name) for name in DECIDED},
     )  # fmt: skip
     config = compose([f"model={options.model}", *([f"data.root={options.data}"] if options.data else [])])
     loaded = RunContext().model(config)

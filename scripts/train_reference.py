@@ -15,9 +15,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from quicksilver.data.windows import encode
+from quicksilver.fitting.training import matrices_and_rest
 from quicksilver.runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,6 +98,16 @@ class Recipe:
         far = self.long_from_tokens is not None and step * self.batch_tokens >= self.long_from_tokens
         return self.context_tokens if far or step >= self.decay_start else self.stable_context_tokens
 
+    def may_differ(self, meta: Mapping[str, Any]) -> list[str]:
+        """Fields of a checkpoint's recipe that may be others: what takes effect only after its step."""
+        step, free = meta["step"], []
+        # A shortening says from which step it holds: up to there both recipes are one.
+        if self.shortened and step <= self.shortened[0]:
+            free.append("shortened")
+        if step <= min(self.decay_start, Recipe.from_saved(meta["recipe"]).decay_start):
+            free += ["total_tokens", "decay_fraction", "decay_mixture"]
+        return free
+
     @classmethod
     def from_saved(cls, saved: dict[str, Any]) -> Recipe:
         """A recipe as JSON keeps it: tuples come back as lists; fields of another version are missing or left out."""
@@ -160,7 +170,7 @@ def start_of(start: str) -> Path:
 
 
 def optimizers(model: torch.nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    hidden, rest = training_loop.hidden_matrices_and_rest(model)
+    hidden, rest = matrices_and_rest(model)
     return [
         torch.optim.Muon(hidden, lr=recipe.lr_muon, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(rest, lr=recipe.lr_adamw, betas=(0.9, 0.95), weight_decay=0.0),
@@ -248,17 +258,6 @@ def load_tokenizer(folder: Path, context_tokens: int = 512) -> PreTrainedTokeniz
     )  # fmt: skip
 
 
-def check_recipe(recipe: Recipe, meta: dict[str, Any], source: Path) -> None:
-    """Refuse a checkpoint of another recipe; what takes effect only after its step may differ."""
-    step, free = meta["step"], []
-    # A shortening says from which step it holds: up to there both recipes are one.
-    if recipe.shortened and step <= recipe.shortened[0]:
-        free.append("shortened")
-    if step <= min(recipe.decay_start, Recipe.from_saved(meta["recipe"]).decay_start):
-        free += ["total_tokens", "decay_fraction", "decay_mixture"]
-    training_loop.check_recipe(recipe, meta, source, free)
-
-
 def loss_curve(history: training_loop.History, path: Path, title: str) -> None:
     millions = lambda rows: [row["tokens"] / 1e6 for row in rows]
     rows, texts = ([row for row in history if key in row] for key in ("loss_nats", "held_out_bits_per_byte"))
@@ -286,10 +285,10 @@ def train(name: str, recipe: Recipe, data_root: Path, work: Path, out: Path, dev
     far = recipe.long_from_tokens is not None
     evaluated = time.monotonic() - EVALUATED_SECONDS if far else -math.inf
 
-    def losses(step: int) -> Iterator[tuple[torch.Tensor, float]]:
+    def losses(step: int) -> Iterator[torch.Tensor]:
         for input_ids, position_ids in batches.micro_batches(step):
             loss = step_loss(model, input_ids.to(device), position_ids.to(device), device)
-            yield loss, recipe.micro_batch_tokens / recipe.batch_tokens
+            yield loss * (recipe.micro_batch_tokens / recipe.batch_tokens)
 
     def note(step: int, loss_nats: float, history: training_loop.History) -> None:
         nonlocal evaluated
@@ -308,8 +307,8 @@ def train(name: str, recipe: Recipe, data_root: Path, work: Path, out: Path, dev
             loss_curve(history, run_folder / "loss_curve.png", name)
 
     _, history, seconds = training_loop.run(
-        model, optimizers(model, recipe), run_folder, partial(check_recipe, recipe), recipe=recipe, name=name, steps=recipe.steps,
-        lr_scale=recipe.lr_scale, losses=losses, note=note, save_every=SAVED_EVERY,
+        model, optimizers(model, recipe), run_folder, recipe, name=name, steps=recipe.steps,
+        lr_scale=recipe.lr_scale, loss_of=losses, note=note, save_every=SAVED_EVERY,
     )  # fmt: skip
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)

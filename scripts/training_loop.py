@@ -1,33 +1,25 @@
-"""The one training loop, resumable: a kill at any moment loses little and breaks nothing."""
+"""What the trainings of whole models share: the resumable loop (`quicksilver.fitting.training.descend`), its state, and curves."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from quicksilver.fitting.training import TrainingFile, read_training
+from quicksilver.fitting.training import NotFiniteError, TrainingFile, descend
 
 STATE = "state.safetensors"
 SAVED_SECONDS = 180
 History = list[dict[str, Any]]
-
-
-def hidden_matrices_and_rest(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
-    """What is trained: the layers' matrices, whose optimiser or decay differs from those of the rest, embeddings, norms and biases."""
-    parts: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parts[parameter.ndim == 2 and ("layers." in name or ".h." in name)].append(parameter)
-    return parts[True], parts[False]
 
 
 def falling(planned: Callable[[int], float], falls: Sequence[tuple[int, int]], step: int) -> float:
@@ -39,55 +31,47 @@ def falling(planned: Callable[[int], float], falls: Sequence[tuple[int, int]], s
 
 
 def run(
-    model: torch.nn.Module, optims: Sequence[torch.optim.Optimizer], folder: Path, check: Callable[[dict[str, Any], Path], None], *,
-    recipe: Any, name: str, steps: int, lr_scale: Callable[[int], float], losses: Callable[[int], Iterable[tuple[torch.Tensor, float]]],
+    model: torch.nn.Module, optims: Sequence[torch.optim.Optimizer], folder: Path, recipe: Any, *, name: str, steps: int,
+    lr_scale: Callable[[int], float], loss_of: Callable[[int], torch.Tensor | Iterable[torch.Tensor]],
     note: Callable[[int, float, History], None], save_every: int, minutes: float = math.inf,
 ) -> tuple[int, History, float]:  # fmt: skip
     """Go on from the state in `folder` to step `steps`, or until `minutes` are over; returns the step, the history and the seconds of all runs.
 
     Args:
-        check: see `restore`. recipe: a dataclass, kept with the state.
+        recipe: a dataclass, kept with the state; see `check_recipe`.
         lr_scale: share of each group's peak learning rate at a step.
-        losses: of a step, each with its share of the step's loss; a pure function of the step, so that a resume needs no more state.
+        loss_of: a step's loss, or the parts of it; a pure function of the step, so that a resume needs no more state.
         note: given the number of steps done, the loss and the history, to which it adds.
     """
-    step, history, before = restore(folder, model, optims, check)
-    peaks = [(group, group["lr"]) for optim in optims for group in optim.param_groups]
-    began = saved = time.monotonic()
-    bar = tqdm(total=steps, initial=step, desc=name, unit="step", mininterval=5, file=sys.stderr)
-    while step < steps:
-        scale = lr_scale(step)
-        for group, peak in peaks:
-            group["lr"] = peak * scale
-        loss_nats = 0.0
-        for loss, share in losses(step):
-            (loss * share).backward()
-            loss_nats += loss.item() * share
-        if not bool(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite()):
-            broken = f"{name}, step {step}: the gradient is not finite (loss {loss_nats})"
-            raise SystemExit(f"{broken}. The last good state is kept in {folder}; try a lower learning rate.")
-        for optim in optims:
-            optim.step()
-            optim.zero_grad(set_to_none=True)
-        step += 1
-        bar.update()
-        bar.set_postfix(loss=f"{loss_nats:.3f}", lr=f"{scale:.2f}", refresh=False)
-        note(step, loss_nats, history)
-        now = time.monotonic()
-        over = step == steps or now - began > 60 * minutes
-        if over or step % save_every == 0 or now - saved > SAVED_SECONDS:
-            saved = now
-            save(folder, recipe, model, optims, step, history, before + now - began)
-        if over:
-            break
-    bar.close()
-    return step, history, before + time.monotonic() - began
+    first, history, before = restore(folder, model, optims, recipe)
+    for group in (group for optim in optims for group in optim.param_groups):
+        group["scale"] = group["lr"]
+    began = time.monotonic()
+    seconds = lambda: before + time.monotonic() - began
+    left, how = range(first, steps), {"total": steps, "initial": first, "mininterval": 5, "file": sys.stderr}
+
+    def after(step: int, loss_nats: float) -> None:
+        bar.set_postfix(loss=f"{loss_nats:.3f}", lr=f"{lr_scale(step):.2f}", refresh=False)
+        note(step + 1, loss_nats, history)
+
+    with tqdm(left, desc=name, unit="step", **how) as bar:
+        try:
+            done = descend(
+                left, loss_of, optims, lr_scale, after=after, clip=model.parameters(), most_norm=1.0, file=state_file(folder, recipe),
+                state=lambda: state_of(model, optims, history, seconds()), every=save_every, every_s=SAVED_SECONDS,
+                limit_s=60 * minutes, progress=lambda _: bar,
+            )  # fmt: skip
+        except NotFiniteError as error:
+            broken = f"{name}, step {error.step}: the gradient is not finite (loss {error.loss})"
+            raise SystemExit(f"{broken}. The last good state is kept in {folder}; try a lower learning rate.") from error
+    return done, history, seconds()
 
 
-def check_recipe(recipe: Any, meta: dict[str, Any], source: Path, free: Collection[str] = ()) -> None:
-    """Refuse the state of another recipe, a dataclass; fields that it lacks have their defaults, those in `free` may differ."""
+def check_recipe(recipe: Any, meta: Mapping[str, Any], source: Path) -> None:
+    """Refuse the state of another recipe; fields that it lacks have their defaults, those in `recipe.may_differ(meta)` may differ."""
     defaults = {one.name: one.default for one in dataclasses.fields(recipe) if one.default is not dataclasses.MISSING}
     theirs, ours = json.loads(json.dumps([defaults | meta["recipe"], dataclasses.asdict(recipe)]))
+    free = recipe.may_differ(meta)
     wrong = [name for name in theirs | ours if theirs.get(name) != ours.get(name) and name not in free]
     if wrong:
         lines = "\n".join(f"  {name}: checkpoint {theirs.get(name)}, now {ours.get(name)}" for name in wrong)
@@ -97,21 +81,17 @@ def check_recipe(recipe: Any, meta: dict[str, Any], source: Path, free: Collecti
 
 def load_state(folder: Path) -> dict[str, Any] | None:
     """The last save of a run: step, seconds, recipe, history, and the tensors of `model` and `optims`; None: there is none."""
-    return read_training(folder / STATE) if (folder / STATE).is_file() else None
+    return TrainingFile(folder / STATE, {}).load()
 
 
 def restore(
-    folder: Path, model: torch.nn.Module, optims: Sequence[torch.optim.Optimizer], check: Callable[[dict[str, Any], Path], None]
+    folder: Path, model: torch.nn.Module, optims: Sequence[torch.optim.Optimizer], recipe: Any
 ) -> tuple[int, History, float]:
-    """Put the last state into model and optimisers; returns its step, history and seconds.
-
-    Args:
-        check: given the state and its folder, before anything is changed; raises where it is another recipe's.
-    """
+    """Put the last state into model and optimisers, unless `check_recipe` refuses it; returns its step, history and seconds."""
     state = load_state(folder)
     if state is None:
         return 0, [], 0.0
-    check(state, folder)
+    check_recipe(recipe, state, folder)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(state["model"][name])
@@ -120,19 +100,24 @@ def restore(
     return state["step"], state["history"], state["seconds"]
 
 
-def save(
-    folder: Path,
-    recipe: Any,
-    model: torch.nn.Module,
-    optims: Sequence[torch.optim.Optimizer],
-    step: int,
-    history: History,
-    seconds: float,
-) -> None:
-    """Replace the last state, by one rename."""
+def state_file(folder: Path, recipe: Any) -> TrainingFile:
+    """Where the state of a run is kept; each save replaces the last one by one rename."""
+    return TrainingFile(folder / STATE, {"recipe": dataclasses.asdict(recipe)})
+
+
+def state_of(model: torch.nn.Module, optims: Sequence[torch.optim.Optimizer], history: History, seconds: float) -> dict[str, Any]:
+    """What `restore` puts back, beside the step."""
     moments = [optim.state_dict()["state"] for optim in optims]
-    file = TrainingFile(folder / STATE, {"recipe": dataclasses.asdict(recipe)})
-    file.save(step=step, seconds=seconds, history=history, model=dict(model.named_parameters()), optims=moments)
+    return {"seconds": seconds, "history": history, "model": dict(model.named_parameters()), "optims": moments}
+
+
+def add_options(
+    parser: argparse.ArgumentParser, recipe: Any, names: Iterable[str], said: Mapping[str, str] | None = None
+) -> None:
+    """An option for each of these fields of a recipe, a dataclass or an object of one, with its default and type; said: the help of some."""
+    for name in names:
+        default, about = getattr(recipe, name), (said or {}).get(name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=about)
 
 
 def draw_curves(path: Path, title: str, plots: Sequence[tuple[str, str, dict[str, tuple[list[float], list[float]]]]]) -> None:

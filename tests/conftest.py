@@ -15,7 +15,9 @@ from hypothesis import Phase, settings
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["HF_ENDPOINT"] = imitation_hub.HUB.endpoint  # no test reaches the real one
     os.fsync = lambda descriptor: None  # no test cuts the power, and thousands of small files wait for the disk
-    if config.cache is not None:  # proofs of this processor's kernels: once for all test processes, not in the user's folder
+    if (
+        getattr(config, "cache", None) is not None
+    ):  # proofs of this processor's kernels: once for all test processes, not in the user's folder
         os.environ["QUICKSILVER_CACHE"] = str(config.cache.mkdir("kernels"))
     thinning.whole = config.option.markexpr != "not slow"
     # The same draws on every machine and every day: a red test can be run again by anyone. No deadline: shared machines stall.

@@ -107,10 +107,9 @@ def _dispatch(words: list[str]) -> int:
     together = name == "run" and ("model.parallel=tensor" in rest or not {"-m", "--multirun"} & set(rest))
     processes = os.environ.get("WORLD_SIZE", "1")
     if not together and "TORCHELASTIC_RUN_ID" in os.environ and processes != "1":
-        raise ConfigError(
-            f"torchrun started {processes} processes, and each would make the same runs: start quicksilver by itself. They share the windows "
-            "of one run (`run` without -m). A sweep (-m) whose model is cut among them has model.parallel=tensor."
-        )
+        shared = "They share the windows of one run (`run` without -m). A sweep (-m) whose model is cut among them has model.parallel=tensor."
+        same = f"torchrun started {processes} processes, and each would make the same runs"
+        raise ConfigError(f"{same}: start quicksilver by itself. {shared}")
     if not together or os.environ.get("RANK", "0") == "0":
         return command.parsed(rest, f"quicksilver {name}").main()
     try:  # The first process speaks. What is wrong with the run, all of them find.

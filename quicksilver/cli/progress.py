@@ -126,9 +126,9 @@ def watched(steps: Sequence[Planned]) -> Iterator[Callable[[Progress], None]]:
         line += f"{len(missing)} must be made."
         if reused:
             line += (
-                f" {reused} of these take{'s' * (reused == 1)} the repository's quality after some windows are measured again; "
+                f" {reused} of these take{'s' * (reused == 1)} the repository's quality after some windows are measured again;"
             )
-            line += "records=own measures all."
+            line += " records=own measures all."
         log(line)
     announced, started = set[int](), time.monotonic()
     with progress_bar() as bar:
@@ -157,26 +157,19 @@ _SAID_APART = ("quality", "null_control", "latency", "flops")
 
 
 def _found_in(record: Record) -> dict[str, Result]:
-    """What measurements found, a user's own last; not what no class at hand can read, nor what float products say of quantised ones."""
-    from quicksilver.measure.audit import AuditResult
-    from quicksilver.measure.components import ComponentsResult
-    from quicksilver.measure.deployment import DeploymentResult
-    from quicksilver.measure.energy import EmissionsResult, EnergyResult
-    from quicksilver.measure.latency import DevicesResult
-    from quicksilver.measure.memory import MemoryResult
-    from quicksilver.measure.task import TaskResult
+    """What measurements found, in the order of the config; not what no class at hand can read, nor what float products say of quantised ones."""
     from quicksilver.runs.parts import is_on, measurement_class
 
-    results: dict[str, type[Result]] = {"audit": AuditResult, "task": TaskResult, "memory": MemoryResult}
-    if not record.simulated:
-        results |= {"emissions": EmissionsResult, "components": ComponentsResult, "energy": EnergyResult}
-        results |= {"deployment": DeploymentResult, "devices": DevicesResult}
-    for name, entry in record.config["measure"].items():
-        if name not in (*_SAID_APART, *results) and is_on(name, entry):
+    found: dict[str, Result] = {}
+    # Emissions are no part of an identity, so no record's config names them.
+    for name, entry in {**record.config["measure"], "emissions": {"_target_": "quicksilver.measure.energy.Emissions"}}.items():
+        if name not in _SAID_APART and is_on(name, entry):
             with suppress(ConfigError):
-                if not ((made := measurement_class(name, entry)).timed and record.simulated) and (result := made.result_class()):
-                    results[name] = result
-    return {name: found for name, result in results.items() if (found := record.found(name, result))}
+                made = measurement_class(name, entry)
+                read = None if made.timed and record.simulated else made.result_class()
+                if read is not None and (result := record.found(name, read)):
+                    found[name] = result
+    return found
 
 
 def summary(record: Record) -> str:
@@ -189,9 +182,8 @@ def summary(record: Record) -> str:
         f"  perplexity   {quality.ppl:.4g} per token{per_byte}",
     ]
     if (confirmed := record.confirmed) is not None and confirmed.agrees and not record.is_kept:
-        lines.append(
-            f"  confirmed    quality is the repository's: {confirmed.windows} of {confirmed.of} windows were scored again here. All here: records=own"
-        )
+        windows = f"{confirmed.windows} of {confirmed.of} windows were scored again here"
+        lines.append(f"  confirmed    quality is the repository's: {windows}. All here: records=own")
     if record.dense is not None:
         lines += _against_dense(record)
     results, care = _found_in(record), list[str]()

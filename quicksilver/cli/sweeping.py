@@ -34,8 +34,7 @@ from quicksilver.records import lease
 from quicksilver.report.sweep_status import Board
 from quicksilver.runs import optuna_sweep as studies
 from quicksilver.runs.choices import explain
-from quicksilver.runs.composing import check_words, hydra_started, is_swept, modules_of, with_settings
-from quicksilver.runs.config import RunConfig, compose
+from quicksilver.runs.config import RunConfig, check_words, compose, hydra_started, is_swept, modules_of, with_settings
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.estimate import check_time, duration, estimates, not_here, table, without_record
 from quicksilver.runs.launchers import HERE, SERIAL, check_launcher, launch, launcher_name, workers_of
@@ -66,10 +65,8 @@ def main(overrides: Sequence[str], extra_dirs: Sequence[Path], asked: SweepOptio
         settings = _settings(overrides, extra_dirs)
         sweeper, launcher = str(settings.runtime.choices["hydra/sweeper"]), launcher_name(settings)
         if parallel.processes() > 1 and (sweeper, launcher) != ("basic", SERIAL):
-            raise ConfigError(
-                f"hydra/sweeper={sweeper} hydra/launcher={launcher}: the processes of torchrun make the runs of a sweep by "
-                "themselves, one after the other: leave out both."
-            )
+            why = "the processes of torchrun make the runs of a sweep by themselves, one after the other"
+            raise ConfigError(f"hydra/sweeper={sweeper} hydra/launcher={launcher}: {why}: leave out both.")
         if sweeper == "optuna":
             return optimise(overrides, settings, extra_dirs, asked)
         if asked.shard and launcher == SERIAL:
@@ -162,10 +159,9 @@ def _joined(composed: Composed) -> bool:
     make the runs that it names, in its order, until it names 0, and True is returned. A run that each would make by itself is a ConfigError."""
     for number, planned in composed.plans.items():
         if planned.wanted[0].config.model.parallel is None:
-            raise ConfigError(
-                f"Run {number} of the sweep has model.parallel=null, and each of the {parallel.processes()} processes of torchrun would make it: "
-                "sweep over other keys, with model.parallel=tensor in every run."
-            )
+            each = f"each of the {parallel.processes()} processes of torchrun would make it"
+            remedy = "sweep over other keys, with model.parallel=tensor in every run"
+            raise ConfigError(f"Run {number} of the sweep has model.parallel=null, and {each}: {remedy}.")
     missing = next((planned for planned in composed.plans.values() if not planned.done), None)
     if missing is not None:
         missing.context.model(missing.wanted[0].config)

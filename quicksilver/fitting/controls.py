@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from quicksilver.fitting.fit import RIDGE, FitText, Sums, entering, fit_translators
-from quicksilver.fitting.schedules import saved_pct
+from quicksilver.fitting.schedules import first_that_saves
 from quicksilver.measure.latency import shared_weight_copy
 from quicksilver.modules.calibration import Fitted
 from quicksilver.modules.fitted import EMBEDDED, BoundTranslator, Translator, check_weights, model_digest
@@ -89,11 +89,10 @@ class FittedPrediction(PresetHalting, Fitted):
 def static_schedule(architecture: Architecture, save: float, prompt_tokens: int = 448, protect_last: int = 32) -> Schedule:
     """All tokens but the first 4 and the last few stop before the deepest layer at which that saves the share `save` of a prompt.
     Raises ConfigError: none does."""
-    for layer in range(architecture.n_layers - 2, 1, -1):
-        schedule = Schedule(1, 0.0, layer, 4, protect_last)
-        if saved_pct(architecture, schedule, prompt_tokens) >= 100 * save:
-            return schedule
-    raise ConfigError(f"save={save:g}: no layer saves so much of {prompt_tokens} tokens by prediction alone: ask for less.")
+    schedules = (Schedule(1, 0.0, layer, 4, protect_last) for layer in range(architecture.n_layers - 2, 1, -1))
+    if (found := first_that_saves(architecture, schedules, save, prompt_tokens)) is None:
+        raise ConfigError(f"save={save:g}: no layer saves so much of {prompt_tokens} tokens by prediction alone: ask for less.")
+    return found
 
 
 # -- a ceiling of early exit ---------------------------------------------------------------------------------------------------------
@@ -262,10 +261,8 @@ def _read(states: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
 
 def _kl_nats(arch: Architecture, dense: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """KL(dense ‖ exit): log-probabilities (B, M, V) and last states (B, M, D) -> (B, M); row by row, as logits are large."""
-    rows = [
-        (row.exp() * (row - arch.logits(state).float().log_softmax(-1))).sum(-1) for row, state in zip(dense, last, strict=True)
-    ]
-    return torch.stack(rows)
+    exits = (arch.logits(state).float().log_softmax(-1) for state in last)
+    return torch.stack([(row.exp() * (row - other)).sum(-1) for row, other in zip(dense, exits, strict=True)])
 
 
 def _states(arch: Architecture, ids: torch.Tensor) -> tuple[dict[int, torch.Tensor], torch.Tensor]:

@@ -151,9 +151,8 @@ def _attend(
     scores = _visible(module, query, key, attention_mask) + m.detach().clamp(min=0).log()[:, None, None, :].to(query.dtype)
     nobody = (scores == -torch.inf).all(-1, keepdim=True)  # (B, 1, M, 1)
     attended, _ = sdpa(module, query, key, value, scores.masked_fill(nobody, 0.0), **options)
-    attended = attended.masked_fill(
-        nobody.transpose(1, 2), 0.0
-    )  # a query that sees nobody gets nothing, as from the kernel that masks
+    # A query that sees nobody gets nothing, as from the kernel that masks.
+    attended = attended.masked_fill(nobody.transpose(1, 2), 0.0)
     if not m.requires_grad:
         return attended, None
     slope = _slope(m, attended.detach(), (module, query.detach(), key.detach(), value.detach(), attention_mask), options)

@@ -224,9 +224,8 @@ def fit_translators(
         weight = one.solution(tokens, ridge, f"entering layer {layer}")
         values = torch.linalg.eigvalsh(one.xx)
         if (rank := int((values > 1e-7 * values[-1]).sum())) < arch.width // 2:
-            raise ConfigError(
-                f"The text spans {rank} of {1 + arch.width} directions of the states entering layer {layer}: it repeats itself. Give other text."
-            )
+            spans = f"{rank} of {1 + arch.width} directions of the states entering layer {layer}"
+            raise ConfigError(f"The text spans {spans}: it repeats itself. Give other text.")
         if control == "mean":
             weight = torch.zeros_like(weight)
             weight[0] = one.xy[0] / one.xx[0, 0]

@@ -31,6 +31,7 @@ from quicksilver.runtime.run import apply
 
 
 OPEN = 1.0  # b before training: p = 0.73, nobody halts
+Parts = dict[str, torch.Tensor]  # of gates, by name
 
 
 class HaltingGates(nn.Module):
@@ -79,12 +80,11 @@ class HaltingGates(nn.Module):
         self.scores[layer], self.kept[layer] = p, kept.detach()
         return straight_through(p).to(hidden.dtype)
 
-    def trained(self, architecture: Architecture, **about: Any) -> TrainedGates:
-        """What a training leaves, for the model that it was trained on."""
-        parts: dict[str, Any] = {name: part.detach().float().cpu().clone() for name, part in self.named_parameters()}
-        return TrainedGates(
-            self.layers, n_layers=architecture.n_layers, weights_digest=model_digest(architecture.model), **parts, **about
-        )
+    def trained(self, architecture: Architecture, parts: Parts | None = None, **about: Any) -> TrainedGates:
+        """What a training leaves, for the model that it was trained on; parts: other weights than the present ones."""
+        own = {name: part.detach().float().cpu().clone() for name, part in (parts or self.state_dict()).items()}
+        facts: Any = {"n_layers": architecture.n_layers, "weights_digest": model_digest(architecture.model), **own}
+        return TrainedGates(self.layers, **facts, **about)
 
     def sparsity(self, weights: torch.Tensor | None = None) -> torch.Tensor:
         """Σ w_i p_i / Σ w_i of the newest forward over all tokens and gates, a halted token's p counting as 0; weights (B, N), None: 1.
@@ -110,7 +110,6 @@ def straight_through(p: torch.Tensor) -> torch.Tensor:
 
 FEW_FASTER = 5.0  # than the rate of w, whose D numbers act together
 ALL_PREDICTED = -1.0  # b of a gate that predicts, before training: p = 0.27
-Parts = dict[str, torch.Tensor]  # of gates, by name
 
 
 @dataclass(frozen=True)
@@ -150,17 +149,15 @@ class GateRecipe:
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1 or not self.learning_rate > 0:
-            raise ConfigError(
-                f"steps={self.steps}, batch_size={self.batch_size}, learning_rate={self.learning_rate}: give positive ones."
-            )
+            given = f"steps={self.steps}, batch_size={self.batch_size}, learning_rate={self.learning_rate}"
+            raise ConfigError(f"{given}: give positive ones.")
         if not 0 < self.saves_pct < 100:
             raise ConfigError(f"saves_pct={self.saves_pct} must lie between 0 and 100.")
         behind = self.layers[len(self.layers) - len(self.predicts) :]
         if tuple(self.predicts) != behind:
-            raise ConfigError(
-                f"predicts={list(self.predicts)} of layers={list(self.layers)}: tokens are dropped first and predicted later, so give the "
-                f"last of the layers, such as {list(self.layers[-1:])}."
-            )
+            given = f"predicts={list(self.predicts)} of layers={list(self.layers)}"
+            last = f"so give the last of the layers, such as {list(self.layers[-1:])}"
+            raise ConfigError(f"{given}: tokens are dropped first and predicted later, {last}.")
 
     @property
     def drops(self) -> torch.Tensor:
@@ -255,9 +252,8 @@ def train_gates(
     gates = HaltingGates(architecture.width, recipe.layers, prompt_tokens=recipe.prompt_tokens)
     gates.trained(architecture, predicts=tuple(recipe.predicts))  # refuses layers that save nothing
     if recipe.saves_pct >= (most := most_saved_pct(architecture, recipe)):
-        raise ConfigError(
-            f"saves_pct={recipe.saves_pct:g} cannot be met: with a first gate after layer {recipe.layers[0]} at most {most:.3g}% is saved."
-        )
+        why = f"with a first gate after layer {recipe.layers[0]} at most {most:.3g}% is saved"
+        raise ConfigError(f"saves_pct={recipe.saves_pct:g} cannot be met: {why}.")
     predicting = {layer: translator_for(architecture, EMBEDDED, layer + 1) for layer in recipe.predicts}
     trainer = _Trainer(architecture, ids, recipe, gates, predicting)
     sizes = [len(ids), int(ids.sum())]
@@ -332,16 +328,13 @@ class _Trainer:
             return 0
         self.gates.load_state_dict(found["gates"])
         self.optimiser.load_state_dict(found["optimiser"])
-        self.start, self.averaged, self.strength, self.curve = (
-            found[name] for name in ("start", "averaged", "strength", "curve")
-        )
+        for name in ("start", "averaged", "strength", "curve"):
+            setattr(self, name, found[name])
         return int(found["step"])
 
     def made(self, parts: Parts) -> TrainedGates:
         """Gates of these weights."""
-        of = HaltingGates(self.arch.width, self.recipe.layers, prompt_tokens=self.recipe.prompt_tokens)
-        of.load_state_dict(parts)
-        return of.trained(self.arch, predicts=tuple(self.recipe.predicts))
+        return self.gates.trained(self.arch, parts, predicts=tuple(self.recipe.predicts))
 
     def loss_of(self, step: int) -> torch.Tensor:
         recipe, prompt = self.recipe, slice(0, self.recipe.prompt_tokens)
@@ -369,7 +362,7 @@ class _Trainer:
         self._entry = {"step": step, "kl_nats": float(kl.detach()), "saved_pct": saved, **left}
         return loss
 
-    def follow(self, step: int) -> None:
+    def follow(self, step: int, loss: float) -> None:
         """After a step: λ and the biases follow the budget, and the mean of the second half grows."""
         recipe, missed = self.recipe, self._entry["saved_pct"] - self.recipe.saves_pct
         self.strength = max(0.0, self.strength - recipe.reaction * missed / recipe.saves_pct)

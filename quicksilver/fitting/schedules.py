@@ -112,6 +112,13 @@ class Candidate:
     kl_error: float
 
 
+def first_that_saves(
+    architecture: Architecture, schedules: Iterable[Schedule], save: float, prompt_tokens: int
+) -> Schedule | None:
+    """The first of these schedules that saves the share `save` of a prompt's executed FLOPs; None: none does."""
+    return next((one for one in schedules if saved_pct(architecture, one, prompt_tokens) >= 100 * save), None)
+
+
 def smallest_schedule(
     architecture: Architecture, source_layer: int, protect_last: int, save: float, prompt_tokens: int, tile: int = TILE
 ) -> Schedule | None:
@@ -120,13 +127,12 @@ def smallest_schedule(
     drop_before = max(1, round(DROP_DEPTH * architecture.n_layers))
     if drop_before >= source_layer:
         return None
-    for dropped in range(prompt_tokens - protect_last - 4):
-        if dropped and (prompt_tokens - dropped) % tile:
-            continue
-        schedule = Schedule(drop_before, round(dropped / prompt_tokens, 6), source_layer, 4, protect_last, tile)
-        if saved_pct(architecture, schedule, prompt_tokens) >= 100 * save:
-            return schedule
-    return None if tile == 1 else smallest_schedule(architecture, source_layer, protect_last, save, prompt_tokens, tile=1)
+    drops = (n for n in range(prompt_tokens - protect_last - 4) if n == 0 or (prompt_tokens - n) % tile == 0)
+    schedules = (Schedule(drop_before, round(n / prompt_tokens, 6), source_layer, 4, protect_last, tile) for n in drops)
+    found = first_that_saves(architecture, schedules, save, prompt_tokens)
+    if found is not None or tile == 1:
+        return found
+    return smallest_schedule(architecture, source_layer, protect_last, save, prompt_tokens, tile=1)
 
 
 def search(
@@ -187,9 +193,8 @@ def distill(
         QuickSilverError: the loss is not finite.
     """
     if steps < 1 or ids.shape[1] <= prompt_tokens + 1:
-        raise ConfigError(
-            f"steps={steps}, windows of {ids.shape[1]} tokens: give steps, windows longer than {prompt_tokens + 1}."
-        )
+        given = f"steps={steps}, windows of {ids.shape[1]} tokens"
+        raise ConfigError(f"{given}: give steps, windows longer than {prompt_tokens + 1}.")
     wrong = [str(schedule) for schedule in schedules if schedule.predict_before != translator.source_layer]
     if wrong or not schedules:
         raise ConfigError(f"schedules {', '.join(wrong) or 'none'}: give some for layer {translator.source_layer}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,51 +25,82 @@ def warm_cosine(step: int, steps: int, rising: int) -> float:
     return min(1.0, (step + 1) / rising) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
+def matrices_and_rest(
+    model: torch.nn.Module, hidden: Callable[[str], bool] = lambda name: "layers." in name or ".h." in name
+) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    """What is trained: matrices of `hidden` names, whose optimiser or decay differs, and the rest: embeddings, norms and biases."""
+    parts: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parts[parameter.ndim == 2 and hidden(name)].append(parameter)
+    return parts[True], parts[False]
+
+
+class NotFiniteError(QuickSilverError):
+    """The loss or the gradient of a step is not finite; the step was not taken, and the last good state stays on disk."""
+
+    def __init__(self, step: int, loss: float, said: str) -> None:
+        super().__init__(said)
+        self.step, self.loss = step, loss
+
+
 def descend(
     steps: range,
-    loss_of: Callable[[int], torch.Tensor],
+    loss_of: Callable[[int], torch.Tensor | Iterable[torch.Tensor]],
     optimisers: Sequence[torch.optim.Optimizer],
     rate: Callable[[int], float],
     *,
-    after: Callable[[int], None] | None = None,
+    after: Callable[[int, float], None] = lambda step, loss: None,
     clip: Iterable[torch.nn.Parameter] = (),
+    most_norm: float = 5.0,
     file: TrainingFile | None = None,
     state: Callable[[], Mapping[str, Any]] = dict,
     every: int = 10,
+    every_s: float = math.inf,
+    limit_s: float = math.inf,
     progress: Steps = iter,
-) -> None:
-    """Step down the loss; a group of parameters has `scale` times the rate, where it has one.
+) -> int:
+    """Step down the loss; a group of parameters has `scale` times the rate, where it has one. Returns the number of steps done.
 
     Args:
         steps: numbers of the steps that are left.
-        after: called when a step is done.
-        clip: parameters whose gradient's norm is cut at 5.
-        file: where `state` is kept every `every` steps and at the end, beside the number of steps done.
+        loss_of: of a step, or the parts whose sum it is. Each part is differentiated before the next is asked for.
+        after: called with the number and the loss of a step that is done.
+        clip: parameters whose gradient's norm is cut at `most_norm`.
+        file: where `state` is kept every `every` steps, after `every_s` seconds and at the end, beside the number of steps done.
+        limit_s: no step begins after so many seconds.
 
     Raises:
-        QuickSilverError: a loss that is not finite; the last good state stays.
+        NotFiniteError: a loss, or the norm of `clip`, that is not finite; the last good state stays.
     """
-    clipped = list(clip)
+    clipped, done = list(clip), steps.start
+    began = saved = time.monotonic()
     for step in progress(steps):
         for optimiser in optimisers:
             for group in optimiser.param_groups:
                 group["lr"] = rate(step) * group.get("scale", 1.0)
-        loss = loss_of(step)
-        if not bool(torch.isfinite(loss)):
+        loss, found = 0.0, loss_of(step)
+        for part in [found] if isinstance(found, torch.Tensor) else found:
+            part.backward()
+            loss += part.item()
+        norm = float(torch.nn.utils.clip_grad_norm_(clipped, most_norm)) if clipped else 0.0
+        if not math.isfinite(loss + norm):
             kept = f" The last good state is {file.path}." if file is not None and file.path and file.path.is_file() else ""
-            raise QuickSilverError(
-                f"The loss of step {step} is not finite: give a smaller learning rate ({rate(step):.3g}).{kept}"
-            )
-        loss.backward()
-        if clipped:
-            torch.nn.utils.clip_grad_norm_(clipped, 5.0)
+            said = f"The loss of step {step} is not finite: give a smaller learning rate ({rate(step):.3g}).{kept}"
+            raise NotFiniteError(step, loss, said)
         for optimiser in optimisers:
             optimiser.step()
             optimiser.zero_grad()
-        if after is not None:
-            after(step)
-        if file is not None and ((step + 1) % every == 0 or step == steps.stop - 1):
-            file.save(step=step + 1, **state())
+        done = step + 1
+        after(step, loss)
+        now = time.monotonic()
+        over = done == steps.stop or now - began > limit_s
+        if file is not None and (over or done % every == 0 or now - saved > every_s):
+            saved = now
+            file.save(step=done, **state())
+        if over:
+            break
+    return done
 
 
 class TrainingFile:
@@ -97,9 +129,9 @@ class TrainingFile:
         found = read_training(self.path)
         for name, own in self.of.items():
             if found.get(name) != own:
+                other = f"its {name} is {found.get(name)}, and this one's {own}"
                 raise ConfigError(
-                    f"{self.path} is the checkpoint of another training: its {name} is {found.get(name)}, and this one's {own}. "
-                    "Remove it, or give another place."
+                    f"{self.path} is the checkpoint of another training: {other}. Remove it, or give another place."
                 )
         return found
 

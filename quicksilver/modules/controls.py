@@ -37,6 +37,9 @@ class StaticDepth(HaltingPolicy):
         super().__post_init__()
         self.window = (self.depth, 1.0)
 
+    def halts_oldest(self, layer: int) -> bool:
+        return True  # all of them
+
     def halted_share_after(self, layer: int) -> float | None:
         return 1.0
 

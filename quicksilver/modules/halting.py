@@ -15,7 +15,7 @@ import torch
 from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds, is_percentile
 from quicksilver.modules.checks import TokenMask, check_known_ids, layer_after, marked
 from quicksilver.modules.fitted import EMBEDDED, BoundTranslator, translator_for
-from quicksilver.modules.signals import Drift, Entropy, Signal, SignalSpec, lowest, make_signal, share_of
+from quicksilver.modules.signals import Drift, Entropy, Position, Signal, SignalSpec, lowest, make_signal, share_of
 from quicksilver.runtime import Architecture, ConfigError, KVTranslator, LayerView, TokenPolicy, apply, architecture_of
 from quicksilver.runtime.options import Count, Fractions, Share, TokenIds, between, check_choice, check_count, check_share
 from quicksilver.runtime.pass_state import MissingKV, TokenState
@@ -129,7 +129,8 @@ class HaltingPolicy(TokenPolicy):
         if self.forced_ids or self.forced_mask is not None:
             tokens.halt(tokens.active & ~full & marked(view, "forced", self.forced_ids, self.forced_mask), **how)
         chosen = self.choose(view, tokens, tokens.active & ~full)
-        tokens.halt(chosen, count_per_row=self._count_per_row(view, tokens), **how)
+        oldest_from = self.protected_at(view.layer)[0] if self.halts_oldest(view.layer) else None
+        tokens.halt(chosen, count_per_row=self._count_per_row(view, tokens), oldest_from=oldest_from, **how)
 
     def protected_at(self, layer: int) -> tuple[int, int]:
         """How many first and how many last tokens do not halt after `layer`."""
@@ -138,6 +139,10 @@ class HaltingPolicy(TokenPolicy):
     def missing_kv_at(self, layer: int) -> str:
         """What later layers see of tokens that halt after `layer`."""
         return self.missing_kv
+
+    def halts_oldest(self, layer: int) -> bool:
+        """Whether `choose` takes the oldest of the tokens that may halt after `layer`, or all of them."""
+        return False
 
     def halted_share_after(self, layer: int) -> float | None:
         """Share of a row's tokens that have halted once `choose` was asked after `layer`; None: it depends on the data."""
@@ -296,6 +301,9 @@ class Halting(HaltingPolicy, Calibrated):
 
     def wants_attention(self, layer: int) -> bool:
         return self.rule == "capacity" and self._signal.needs_attention and self.acts_at(layer)
+
+    def halts_oldest(self, layer: int) -> bool:
+        return self.rule == "capacity" and isinstance(self._signal, Position)
 
     def halted_share_after(self, layer: int) -> float | None:
         return self._halted_shares[layer] if self.rule == "capacity" else None

@@ -20,7 +20,7 @@ from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds
 from quicksilver.modules.checks import layer_after
 from quicksilver.modules.fitted import EMBEDDED, BoundTranslator, FittedFile, Translator, translator_files, translator_for
 from quicksilver.modules.halting import HaltingPolicy
-from quicksilver.modules.signals import Signal, SignalSpec, lowest, make_signal, share_of
+from quicksilver.modules.signals import Position, Signal, SignalSpec, lowest, make_signal, share_of
 from quicksilver.runtime import Architecture, ConfigError, KVTranslator, LayerView, TokenPolicy, TokenState
 from quicksilver.runtime.options import Count, InnerShare, Options, Positive, Share, check_choice, check_count, check_number
 from quicksilver.runtime.pass_state import MissingKV
@@ -264,6 +264,10 @@ class StagedHalting(HaltingPolicy, Calibrated):
 
     def missing_kv_at(self, layer: int) -> str:
         return self._stages[self._numbers[layer]].missing_kv or self.missing_kv
+
+    def halts_oldest(self, layer: int) -> bool:
+        stage = self._stages[self._numbers[layer]]
+        return stage.below is None and (stage.rest or isinstance(stage.score, Position))
 
     def halted_of(self, layer: int, n_tokens: int, n_left: int) -> int | None:
         i = self._numbers[layer]

@@ -27,8 +27,7 @@ from quicksilver.records.record import Record
 from quicksilver.records.stats import paired_records
 from quicksilver.records.store import Store
 from quicksilver.runs.choices import choices, config_dir
-from quicksilver.runs.composing import check_yaml
-from quicksilver.runs.config import RunConfig, compose
+from quicksilver.runs.config import RunConfig, check_yaml, compose
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.run import Progress, calibrated_modules, ensure
 from quicksilver.runtime.errors import ConfigError

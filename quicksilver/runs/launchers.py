@@ -26,8 +26,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from quicksilver.records import lease
-from quicksilver.runs.composing import quoted
-from quicksilver.runs.config import RunConfig
+from quicksilver.runs.config import RunConfig, quoted
 from quicksilver.runs.context import timed_measurements
 from quicksilver.runtime.errors import ConfigError, QuickSilverError, installing
 

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from quicksilver.records.record import Record
 from quicksilver.runs.choices import suggest
-from quicksilver.runs.composing import parsed
+from quicksilver.runs.config import parsed
 from quicksilver.runs.tracker import differences
 from quicksilver.runtime.errors import ConfigError, QuickSilverError, installing
 

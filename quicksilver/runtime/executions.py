@@ -19,7 +19,7 @@ import torch
 from quicksilver.runtime.cache.stores import join_kv, take_kv
 from quicksilver.runtime.ledger import LayerWork
 from quicksilver.runtime.phases import phase
-from quicksilver.runtime.plan import KV, Attended, Forward, HaltedKV, LayerCall, LayerPlan, LayerResult, Machine, Way
+from quicksilver.runtime.plan import KV, Attended, Forward, HaltedKV, LayerCall, LayerPlan, LayerResult, Machine, Way, join_pieces
 from quicksilver.runtime.visibility import Visibility
 
 
@@ -114,7 +114,8 @@ def execute_compact(plan: LayerPlan, call: LayerCall, forward: Forward, machine:
         nonlocal attended
         new = keys, values
         if halted:
-            keys, values = (join_kv(parts) for parts in zip(new, *halted, strict=True))
+            parts = zip(new, *halted, strict=True)
+            keys, values = (join_kv(each) if plan.pieces is None else join_pieces(each, plan.pieces, 2) for each in parts)
         stored = (keys, values) if plan.target is None else plan.target.write(plan.planned, keys, values)
         if not plan.own_keys_only or (plan.layout is not None and plan.layout.order is None):
             keys, values = stored  # without an order, a new store holds just the queries' own, at their widths already

@@ -90,7 +90,7 @@ class PassWork:
     signal_flops: int = 0
     signal_flops_of_rank: int = 0
     translation_flops_per_token: Mapping[int, int] = field(default_factory=dict)  # by source layer of the translators
-    past_real: torch.Tensor | None = None  # (B,) long, real tokens before the pass; None: every column seen
+    past_real: torch.Tensor | int | None = None  # (B,) long, real tokens before the pass, or of all rows; None: every column seen
     past_lengths: list[torch.Tensor | int] | None = None  # entries cached before the pass, by layer: (B,) long, or of all rows
 
     def executed(self, arch: Architecture) -> int:
@@ -111,7 +111,8 @@ def head_flops(arch: Architecture, tokens: int) -> Flops:
 def pass_flops(arch: Architecture, work: PassWork, trace: PassTrace, beta: Mapping[int, float] = BETA) -> Flops:
     """The ledgers of one pass, without the output head; `beta` is what the paper's charges a token by its width."""
     valid, decided = trace.valid, trace.decided
-    past_real = torch.full_like(valid.sum(1), trace.first_column) if work.past_real is None else work.past_real
+    before = trace.first_column if work.past_real is None else work.past_real
+    past_real = torch.as_tensor(before, device=valid.device).expand(valid.shape[0])
 
     def of_layer(layer: int, reaches: list[int | None], cached: torch.Tensor | int) -> tuple[int, int, float, float]:
         """Nominal, the same of the dense model, the paper's, the same of the dense model."""

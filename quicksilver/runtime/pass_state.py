@@ -6,6 +6,7 @@ A pass is one forward of the model: N new columns of B sequences, after whatever
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
@@ -110,6 +111,31 @@ class PassState(Decisions):
             if halt.missing_kv == mode and halt.resume_layer > layer and halted_after in (None, halt.layer)
         )
 
+    def runs_left(self, layer: int | None = None) -> Runs | None:
+        """The columns that `n_left` counts, where they are the same in all rows and the host knows them."""
+        if self.tokens_per_row is None or self.counted is None:
+            return None
+        left: Runs = ((0, self.tokens_per_row),)
+        for halt in self.counted:
+            if halt.runs is None:
+                return None
+            if layer is None or halt.resume_layer > layer:
+                for start, stop in halt.runs:
+                    left = split_runs(left, start, stop - start)[1]
+        return left
+
+    def runs_kept(self, layer: int, mode: str, halted_after: int | None = None) -> Runs | None:
+        """The columns that `n_kept` counts, likewise."""
+        if self.tokens_per_row is None or self.counted is None or self.any_kv_skipped:
+            return None
+        found = list[tuple[int, int]]()
+        for halt in self.counted:
+            if halt.missing_kv == mode and halt.resume_layer > layer and halted_after in (None, halt.layer):
+                if halt.runs is None:
+                    return None
+                found += halt.runs
+        return join_runs(found)
+
     def active(self, layer: int) -> torch.Tensor:
         if not (self.any_halted or self.fusions):
             return self.valid
@@ -134,15 +160,42 @@ def _untouched(rows: int, columns: int, n_layers: int, device: torch.device) -> 
         return tuple(torch.full((rows, columns), value, dtype=dtype, device=device) for value, dtype in of_fields)
 
 
+Runs = tuple[tuple[int, int], ...]
+"""Columns in ascending order, as runs: the first of each, and the one behind its last."""
+
+
+def count_of(runs: Runs) -> int:
+    """How many columns there are."""
+    return sum(stop - start for start, stop in runs)
+
+
+def split_runs(runs: Runs, first: int, n: int) -> tuple[Runs, Runs]:
+    """The first `n` columns from column `first` on, and the others."""
+    taken, others = list[tuple[int, int]](), list[tuple[int, int]]()
+    for start, stop in runs:
+        low = min(max(start, first), stop)
+        high = min(stop, low + n)
+        n -= high - low
+        taken.append((low, high))
+        others += [(start, low), (high, stop)]
+    return join_runs(taken), join_runs(others)
+
+
+def join_runs(runs: Iterable[tuple[int, int]]) -> Runs:
+    """Runs that share no column, in order."""
+    return tuple(sorted((start, stop) for start, stop in runs if start < stop))
+
+
 @dataclass(frozen=True)
 class CountedHalt:
     """A halt after `layer` that took as many tokens of every row: `tokens`, until `resume_layer`; later layers see of them what
-    `missing_kv` says."""
+    `missing_kv` says. `runs`: their columns, where the host knows them."""
 
     layer: int
     tokens: int
     resume_layer: int
     missing_kv: str
+    runs: Runs | None = None
 
 
 @dataclass(frozen=True)
@@ -241,6 +294,7 @@ class TokenState:
         translator: KVTranslator | None = None,
         resume_layers: int = 0,
         count_per_row: int | None = None,
+        oldest_from: int | None = None,
     ) -> None:
         """Freeze tokens from the next layer on.
 
@@ -253,11 +307,13 @@ class TokenState:
             resume_layers: it takes part again in that many last layers.
             count_per_row: how many active tokens of each row `mask` has, where the module knows without asking the device: as long
                 as all halts of a pass say so, the shapes that follow cost no host sync.
+            oldest_from: with `count_per_row`, these are each row's oldest active tokens from this slot on; then they are cut out whole
+                and need no sorting.
 
         Raises:
             ConfigError: a mask of another shape or dtype, an unknown `missing_kv`, `resume_layers` outside 0..L, `predict` without a
                 translator or with one of another source layer.
-            RuntimeError: another number than `count_per_row` (on a GPU raised later, by the device).
+            RuntimeError: another number than `count_per_row`, others than `oldest_from` says (on a GPU raised later, by the device).
         """
         state = self._state
         self._check_given("halt(mask)", mask, torch.bool)
@@ -265,7 +321,7 @@ class TokenState:
         if self._layer >= state.n_layers - 1:
             return  # nothing is left to save
         mask = mask & self.active
-        self._count_halt(mask, missing_kv, resume_layers, count_per_row)
+        self._count_halt(mask, missing_kv, resume_layers, count_per_row, oldest_from)
         state.halt_layer = self._write(state.halt_layer, mask, self._layer)
         if missing_kv != "drop" or state.kept_kv:  # nobody's later layers have seen anything else yet
             state.halted_kv = self._write(state.halted_kv, mask, MISSING_KV.index(missing_kv))
@@ -311,8 +367,10 @@ class TokenState:
         if state.translators.get(translator.source_layer, translator) is not translator:
             raise ConfigError(f"Two translators for tokens that halt after layer {self._layer}: give one.")
 
-    def _count_halt(self, mask: torch.Tensor, missing_kv: str, resume_layers: int, count_per_row: int | None) -> None:
-        """Note how many tokens of each row halt; mask (B, M) of active ones."""
+    def _count_halt(
+        self, mask: torch.Tensor, missing_kv: str, resume_layers: int, count_per_row: int | None, oldest_from: int | None
+    ) -> None:
+        """Note how many tokens of each row halt, and which; mask (B, M) of active ones."""
         state = self._state
         if count_per_row is None:
             state.counted = None
@@ -321,8 +379,16 @@ class TokenState:
             (mask.sum(1) == count_per_row).all(),
             f"halt(count_per_row={count_per_row}): a row's mask has another number of active tokens.",
         )
+        left, runs = state.runs_left(), None
+        if left is not None and oldest_from is not None and self._view.is_prompt:
+            runs, _ = split_runs(left, oldest_from, count_per_row)
+            old = self.active & (self._view.slots >= oldest_from)
+            torch._assert_async(
+                (mask == (old & (old.cumsum(1) <= count_per_row))).all(),
+                f"halt(oldest_from={oldest_from}): a row's mask has others than its oldest active tokens.",
+            )
         if state.counted is not None:
-            state.counted.append(CountedHalt(self._layer, count_per_row, state.n_layers - resume_layers, missing_kv))
+            state.counted.append(CountedHalt(self._layer, count_per_row, state.n_layers - resume_layers, missing_kv, runs))
 
     def skip_kv(self, mask: torch.Tensor) -> None:
         """No K/V entry: for a newly halted token while it is halted, for an active one from the next layer on. mask: (B, M) bool.

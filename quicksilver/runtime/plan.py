@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 
 from quicksilver.runtime.architecture import Architecture, Rotary
-from quicksilver.runtime.cache import CacheLayer, Entries, KVLayout, join_entries
+from quicksilver.runtime.cache import CacheLayer, Entries, KVLayout
 from quicksilver.runtime.cache.stores import KV, put_rows, take_rows
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.ledger import LayerWork, PassWork
 from quicksilver.runtime.module import PrecisionExecutor
-from quicksilver.runtime.pass_state import PassState
+from quicksilver.runtime.pass_state import PassState, Runs, count_of
 from quicksilver.runtime.phases import phase
 from quicksilver.runtime.translation import KVTranslator, PredictedKV
 from quicksilver.runtime.visibility import Visibility
@@ -30,19 +31,24 @@ class Packing:
         order: (B, A) columns of the pass, chosen ones first in slot order, then distinct others; None: all N columns.
         real: (B, A) bool, which of them are chosen; None: all.
         width: A.
+        runs: the columns, the same in every row, where the host knows them.
     """
 
     order: torch.Tensor | None
     real: torch.Tensor | None
     width: int
+    runs: Runs | None = None
     # What all layers are handed alike, rotary factors and positions, is packed once.
     _shared: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
 
     @classmethod
     @phase("gather")
-    def of(cls, mask: torch.Tensor, count: int | None = None) -> Packing:
-        """mask: (B, N) bool; count: how many are set in each row, where the host knows it."""
+    def of(cls, mask: torch.Tensor, count: int | None = None, runs: Runs | None = None) -> Packing:
+        """mask: (B, N) bool; count: how many are set in each row, runs: which of every row, where the host knows it."""
         n = mask.shape[1]
+        if runs and (width := count_of(runs)) < n:
+            columns = torch.cat([torch.arange(start, stop, device=mask.device) for start, stop in runs])
+            return cls(columns.expand(mask.shape[0], -1), None, width, runs)
         if count is None and mask.shape[0] == 1:  # one row: who is chosen says how many
             order = mask[0].nonzero().view(1, -1)
             return cls(None, None, n) if order.shape[1] == n else cls(order, None, order.shape[1])
@@ -61,6 +67,8 @@ class Packing:
     @phase("gather")
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """(B, N, ...) -> (B, A, ...)."""
+        if self.runs is not None:
+            return torch.cat([x[:, start:stop] for start, stop in self.runs], dim=1)
         return x if self.order is None else take_rows(x, self.order)
 
     def put(self, full: torch.Tensor, packed_old: torch.Tensor, packed_new: torch.Tensor) -> torch.Tensor:
@@ -155,6 +163,7 @@ class LayerPlan:
         target: the cache that K and V go into, for the length of this call where the model keeps none; None: none is needed.
         layout: the entries of the target afterwards; None: it does not change, or finds out itself.
         halted: further entries, of halted tokens, after those of the computed ones.
+        pieces: how both are put into slot order without sorting; None: `layout` sorts them.
         bits: (B, A) uint8, widths of the computed tokens; None: nothing is quantised.
         mask: (B, 1, A, K), as attention takes it; None: none, the kernel's own causality.
         own_keys_only: queries attend to nothing but the keys computed with them.
@@ -168,6 +177,7 @@ class LayerPlan:
     target: CacheLayer | None = None
     layout: KVLayout | None = None
     halted: tuple[HaltedKV, ...] = ()
+    pieces: Pieces | None = None
     bits: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     own_keys_only: bool = False
@@ -282,7 +292,7 @@ class Forward:
         batch, n, seen: sequences, new columns, columns cached before.
         input_ids: (B, N) long, or None where the model was given embeddings; pass_ids: the same with -1 for padding.
         padded: some column, new or cached, is padding; past_valid: (B, seen) bool, those that are not, or None.
-        past_real: (B,) long, real tokens before the pass; n_real: (B, 1) long, in it.
+        past_real: (B,) long, real tokens before the pass, or as many in every row; n_real: (B, 1) long, in it.
         is_prompt: nothing was cached before and there is more than one column.
         decisions: what the modules decide. executed: what is executed: the same, or what nobody touches where they only decide.
         carried: where the layer before left the states of its packed tokens out of what it returned: which columns, and (B, A, D).
@@ -339,15 +349,17 @@ class Forward:
 
     def _columns(self, mask: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Which new columns are tokens, (B, N) bool, and their slots, (B, N) long."""
+        self.past_real: torch.Tensor | int = self.seen
         if mask is None:
-            self.past_real = torch.full((self.batch,), self.seen, device=device)
-            self.n_real = torch.full((self.batch, 1), self.n, device=device)
-            slots = torch.arange(self.seen, self.seen + self.n, device=device).expand(self.batch, -1)
+            slots = torch.arange(self.seen, self.end, device=device).expand(self.batch, -1)
             return torch.ones(self.batch, self.n, dtype=torch.bool, device=device), slots
         valid = mask[:, self.seen :]
         self.past_real = mask[:, : self.seen].sum(1)
-        self.n_real = valid.sum(1, keepdim=True)
         return valid, self.past_real[:, None] + valid.long().cumsum(1) - 1
+
+    @cached_property
+    def n_real(self) -> torch.Tensor:
+        return self.decisions.valid.sum(1, keepdim=True)
 
     @property
     def end(self) -> int:
@@ -383,7 +395,7 @@ class Forward:
         """The columns that take part in `layer`."""
         state = self.executed
         if self._packing is None or layer in state.resume_layers:
-            self._packing = Packing.of(state.active(layer), state.n_left(layer))
+            self._packing = Packing.of(state.active(layer), state.n_left(layer), state.runs_left(layer))
             self._kept = None
         return self._packing
 
@@ -392,7 +404,10 @@ class Forward:
         state = self.executed
         if self._kept is None:
             modes = sorted(state.kept_kv - {"predict"})
-            self._kept = {mode: Packing.of(state.kept(layer, mode), state.n_kept(layer, mode)) for mode in modes}
+            self._kept = {
+                mode: Packing.of(state.kept(layer, mode), state.n_kept(layer, mode), state.runs_kept(layer, mode))
+                for mode in modes
+            }
         return self._kept
 
     def prediction_packing(self, layer: int, source_layer: int) -> Packing:
@@ -400,7 +415,8 @@ class Forward:
         state = self.executed
         if source_layer not in self._prediction_packing:
             halted = state.kept(layer, "predict") & (state.halt_layer == source_layer - 1)
-            packing = Packing.of(halted, state.n_kept(layer, "predict", source_layer - 1))
+            known = layer, "predict", source_layer - 1
+            packing = Packing.of(halted, state.n_kept(*known), state.runs_kept(*known))
             self._prediction_packing[source_layer] = packing
         packing = self._prediction_packing[source_layer]
         if layer in state.resume_layers:  # who takes part again has K/V of its own
@@ -442,13 +458,38 @@ class Arrangement:
 
     Attributes:
         own: facts of the computed tokens, (B, A) each.
-        layout, mask, own_keys_only: as in `LayerPlan`.
+        layout, mask, own_keys_only, pieces: as in `LayerPlan`.
     """
 
     own: Entries
     layout: KVLayout | None
     mask: torch.Tensor | None
     own_keys_only: bool
+    pieces: Pieces | None
+
+
+Pieces = tuple[tuple[int, int, int], ...]
+"""Cuts of several parts, one after the other: which part, from where, to where."""
+
+
+def pieces_of(packings: Sequence[Packing]) -> Pieces | None:
+    """The columns of packings that share none, in ascending order; None: only the device knows them."""
+    found: list[tuple[int, tuple[int, int, int]]] = []
+    for part, packing in enumerate(packings):
+        if packing.runs is None:
+            return None
+        at = 0
+        for start, stop in packing.runs:
+            found.append((start, (part, at, at + stop - start)))
+            at += stop - start
+    return tuple(piece for _, piece in sorted(found))
+
+
+def join_pieces(parts: Sequence[torch.Tensor], pieces: Pieces | None, dim: int) -> torch.Tensor:
+    """The parts one after the other along `dim`, or cut as `pieces` says."""
+    if pieces is not None:
+        parts = [parts[part].narrow(dim, start, stop - start) for part, start, stop in pieces]
+    return torch.cat(tuple(parts), dim=dim)
 
 
 class Planner:
@@ -470,18 +511,19 @@ class Planner:
         complete = forward.is_plain and (store is None or store.is_complete)
         if complete and self.visibility.span_reaches_back(layer, forward.end):
             return LayerPlan("plain", Packing(None, None, forward.n), observes_kv=observes_kv)
-        if not observes_kv and store is not None and self.can_append(store, layer, forward):
+        if not observes_kv and store is not None and self.appends(forward) and self.fits_behind(store, layer, forward.seen):
             return LayerPlan("append", Packing(None, None, 1), observes_kv=False)
         return self._masked(call, forward) if self.masked else self._compact(call, forward)
 
-    def can_append(self, store: CacheLayer, layer: int, forward: Forward) -> bool:
-        """One new token in each row, nothing decided about it yet, that sees all entries of the layer as they lie there."""
+    def appends(self, forward: Forward) -> bool:
+        """One new token in each row, nothing decided about it yet, and a kernel that needs no mask for it."""
+        return forward.n == 1 and self.visibility.sdpa and forward.is_plain
+
+    def fits_behind(self, store: CacheLayer, layer: int, seen: int) -> bool:
+        """Whether one more token sees all entries of the layer as they lie there, after `seen` columns."""
         return (
-            forward.n == 1
-            and forward.is_plain
-            and self.visibility.sdpa
-            and store.can_append
-            and self.visibility.one_token_sees_all(layer, forward.seen)
+            store.storage.can_append
+            and self.visibility.one_token_sees_all(layer, seen)
             and not (self.visibility.proportional and self.visibility.weighs(store.facts))
         )
 
@@ -501,7 +543,7 @@ class Planner:
         if packing.width == 0:
             layout = None
             if store is not None and halted:
-                _, entries, keep = self._new_entries(call.layer, packing, halted, forward.executed)
+                _, entries, keep = self._new_entries(call.layer, packing, halted, None, forward.executed)
                 layout = store.plan(entries, keep, in_order=False)
             return LayerPlan("compact", packing, target=store, layout=layout, halted=halted)
         found = self._arrangement(call, forward, packing, halted)
@@ -511,7 +553,16 @@ class Planner:
             # Padding is computed at a width its row has anyway, lest it ask for products of a width that no token has.
             bits = torch.where(packing.real, bits, bits[:, :1])
         return LayerPlan(
-            "compact", packing, found.own["slots"], target, found.layout, halted, bits, found.mask, found.own_keys_only
+            "compact",
+            packing,
+            found.own["slots"],
+            target,
+            found.layout,
+            halted,
+            found.pieces,
+            bits,
+            found.mask,
+            found.own_keys_only,
         )
 
     def _arrangement(self, call: LayerCall, forward: Forward, packing: Packing, halted: tuple[HaltedKV, ...]) -> Arrangement:
@@ -530,7 +581,8 @@ class Planner:
         only_slots = not (state.any_kv_skipped or state.fusions or state.precisions)
         if only_slots and fresh and forward.arranged is not None and forward.arranged[0] == of:
             return forward.arranged[1]
-        own, entries, keep = self._new_entries(layer, packing, halted, state)
+        pieces = pieces_of([packing, *(one.packing for one in halted)]) if halted else None
+        own, entries, keep = self._new_entries(layer, packing, halted, pieces, state)
         # Active tokens come first and padding last, so the causal kernel is right for every real query without a mask, as long as the keys
         # are exactly the queries' own tokens and weigh the same; without causality only where no row is padded.
         own_keys_only = (
@@ -540,34 +592,35 @@ class Planner:
         )
         layout = mask = None
         if store is not None or not own_keys_only:
-            # A cache is in slot order, and halted tokens come after computed ones that they stand before.
-            layout = (store if store is not None else self.new_store()).plan(entries, keep, in_order=not halted)
+            # A cache is in slot order, and halted tokens may come after computed ones that they stand before.
+            in_order = pieces is not None or not halted
+            layout = (store if store is not None else self.new_store()).plan(entries, keep, in_order)
         if not own_keys_only:
             all_seen = forward.n == 1 and self.visibility.one_token_sees_all(layer, forward.seen)
             assert layout is not None
             mask = self.visibility.mask(layer, own["slots"], packing.real, layout.entries, layout.valid, all_seen)
-        found = Arrangement(own, layout, mask, own_keys_only)
+        found = Arrangement(own, layout, mask, own_keys_only, pieces)
         forward.arranged = (of, found) if only_slots and fresh else None
         return found
 
     def _new_entries(
-        self, layer: int, packing: Packing, halted: tuple[HaltedKV, ...], state: PassState
+        self, layer: int, packing: Packing, halted: tuple[HaltedKV, ...], pieces: Pieces | None, state: PassState
     ) -> tuple[Entries, Entries, torch.Tensor | None]:
-        """Facts of the packed tokens; of these and, behind them, the halted ones; which of them get an entry, (B, ...) bool, None: all."""
+        """Facts of the packed tokens; of these and the halted ones, behind them or as `pieces` says; which of them get an entry,
+        (B, ...) bool, None: all."""
         own, keep = self._facts(state, packing.take), packing.real
         if state.any_kv_skipped:
             writes = packing.take(state.writes_kv(layer))
             keep = writes if keep is None else keep & writes
         if not halted:
             return own, own, keep
-        entries, kept = own, [or_all(keep, own["slots"])]
-        for one in halted:
-            facts = self._facts(state, one.packing.take)
-            entries = join_entries(entries, facts)
-            kept.append(or_all(one.packing.real, facts["slots"]))
-        if keep is None and all(one.packing.real is None for one in halted):
+        of_each = [own, *(self._facts(state, one.packing.take) for one in halted)]
+        kept = [keep, *(one.packing.real for one in halted)]
+        entries = {name: join_pieces([facts[name] for facts in of_each], pieces, 1) for name in own}
+        if all(real is None for real in kept):
             return own, entries, None
-        return own, entries, torch.cat(kept, dim=1)
+        masks = [or_all(real, facts["slots"]) for real, facts in zip(kept, of_each, strict=True)]
+        return own, entries, join_pieces(masks, pieces, 1)
 
     def _halted(self, layer: int, forward: Forward) -> tuple[HaltedKV, ...]:
         """Halted tokens that have K/V entries, as `missing_kv` has it."""
@@ -598,4 +651,4 @@ class Planner:
             real = state.kept(layer, "predict") & (state.halt_layer == source_layer - 1)
             name = "project" if source_layer == layer else "predict"
             halted.append(HaltedKV(name, Packing(None, real, forward.n), source_layer))
-        return LayerPlan("masked", packing, state.slots, target, layout, tuple(halted), facts.get("bits"), mask)
+        return LayerPlan("masked", packing, state.slots, target, layout, tuple(halted), bits=facts.get("bits"), mask=mask)

@@ -327,18 +327,19 @@ class Run:
 
     def _continue(self, cache: Cache | None, current: Forward) -> None:
         """Let the model's own layers append to the cache by themselves, if every layer of it can."""
-        stores = [] if cache is None else [store for store in cache.layers if isinstance(store, CacheLayer)]
-        can_append, kind, work = self._planner.can_append, self._store_kind, current.work
-        if len(stores) != self.arch.n_layers or not self.modules:
+        stores: list[Any] = [] if cache is None else cache.layers
+        if len(stores) != self.arch.n_layers or not self.modules or not self._planner.appends(current):
             return
-        if not all(store.kind == kind and can_append(store, layer, current) for layer, store in enumerate(stores)):
-            return
+        fits, kind, seen = self._planner.fits_behind, self._store_kind, current.seen
+        for layer, store in enumerate(stores):
+            if not (isinstance(store, CacheLayer) and store.kind == kind and fits(store, layer, seen)):
+                return
         self._cache, self._continuing = cache, stores
+        current.past_lengths = lengths = [store.storage.length for store in stores]
         for store in stores:
             store.continues = True
-        current.past_lengths = [store.length for store in stores]
-        by_length = {length: LayerWork(current.batch, 1, int(length) + 1) for length in current.past_lengths}
-        work.layers = [by_length[length] for length in current.past_lengths]
+        by_length = {length: LayerWork(current.batch, 1, int(length) + 1) for length in set(lengths)}
+        current.work.layers = [by_length[length] for length in lengths]
 
     def _end(self, output: Any) -> None:
         current = self._current

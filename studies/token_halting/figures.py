@@ -176,9 +176,8 @@ def figure_detection_size(outcomes: Sequence[Outcome], name: str) -> Figure:
             # Less time is more saved: the high end of the ratio is the low end of the bar.
             ends = (points["latency_ratio"] - points[f"latency_ratio_{end}"] for end in ("high", "low"))
             spread = whiskers(points["realized"], *(points["realized"] + end * share for end in ends))
-            plot.errorbar(
-                points["width"], points["realized"], yerr=spread, **look(place, label=said, elinewidth=0.7, capsize=1.5)
-            )
+            bars = look(place, label=said, elinewidth=0.7, capsize=1.5)
+            plot.errorbar(points["width"], points["realized"], yerr=spread, **bars)
         if not found.empty:
             widths = sorted(set(found["width"]))
             plot.set_xticks(widths, [str(width) for width in widths])

@@ -205,11 +205,11 @@ def accuracy(true: np.ndarray, estimated: np.ndarray) -> dict[str, float]:
     Signs are compared where the true effect is not negligible (above a hundredth of the largest).
     """
     matters = np.abs(true) > 0.01 * np.abs(true).max()
-    same_sign, error = (
-        (np.sign(true) == np.sign(estimated))[matters].mean(),
-        np.abs(true - estimated).mean() / np.abs(true).mean(),
-    )
-    found = {"correlation": np.corrcoef(true, estimated)[0, 1], "same_sign": same_sign, "relative_error": error}
+    found = {
+        "correlation": np.corrcoef(true, estimated)[0, 1],
+        "same_sign": (np.sign(true) == np.sign(estimated))[matters].mean(),
+        "relative_error": np.abs(true - estimated).mean() / np.abs(true).mean(),
+    }
     return {**{name: float(value) for name, value in found.items()}, "decisions": len(true)}
 
 

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from quicksilver.fitting.equivalent import KeepMask, equivalent_forward
 from quicksilver.fitting.gates import HaltingGates
-from quicksilver.fitting.training import Steps, TrainingFile, descend, read_training, warm_cosine
+from quicksilver.fitting.training import Steps, TrainingFile, descend, matrices_and_rest, read_training, warm_cosine
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import RuntimeModule
 from quicksilver.runtime.run import apply
@@ -174,12 +173,11 @@ def train(
             inside, m = batch.in_box, mask.current
             in_box = 1.0 if m is None else float((m.detach() * inside).sum() / inside.sum().clamp(min=1))
             entry.update(tokens=control.update(mask), kept_in_box=in_box, strength=control.strength)
-        entry["loss"] = float(loss.detach())
         return loss
 
-    def after(step: int) -> None:
+    def after(step: int, loss: float) -> None:
         if step % 10 == 0 or step == recipe.steps - 1:
-            curve.append({"step": step, **entry})
+            curve.append({"step": step, **entry, "loss": loss})
 
     def state() -> dict[str, Any]:
         nonlocal processor_s
@@ -243,14 +241,12 @@ def _optimisers(model: PillarDetector, gates: HaltingGates | None, base_rate: fl
     own = {"params": [] if gates is None else list(gates.parameters()), "scale": GATES_FASTER, "weight_decay": 0.0}
     if not base_rate:
         return [torch.optim.AdamW([own], lr=1.0, weight_decay=0.0, betas=(0.9, 0.98))]
-    parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, p in model.named_parameters():
-        parts[p.ndim == 2 and not name.startswith(("head", "place", "embed.0"))].append(p)
-    hidden = {"params": parts[True], "scale": MUON_FASTER * base_rate}
-    rest = [{"params": parts[False], "scale": base_rate}, *([] if gates is None else [own])]
+    matrices, rest = matrices_and_rest(model, lambda name: not name.startswith(("head", "place", "embed.0")))
+    hidden = {"params": matrices, "scale": MUON_FASTER * base_rate}
+    others = [{"params": rest, "scale": base_rate}, *([] if gates is None else [own])]
     return [
         torch.optim.Muon([hidden], lr=1.0, weight_decay=0.0, adjust_lr_fn="original"),
-        torch.optim.AdamW(rest, lr=1.0, weight_decay=0.0, betas=(0.9, 0.98)),
+        torch.optim.AdamW(others, lr=1.0, weight_decay=0.0, betas=(0.9, 0.98)),
     ]
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import tiny
 import yaml
+from saying import unsaid
 
-from quicksilver.cli import main as console
 from quicksilver.modules.calibration import SIGNALS, Calibration
 from quicksilver.modules.fitted import Translator
 from quicksilver.modules.halting import Halting
@@ -34,7 +34,7 @@ def test_it_measures_once(tmp_path: Path, data_root: Path, prints) -> None:
 
 
 def test_maps_and_schedules_are_of_the_windows_that_are_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, prints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("QUICKSILVER_DATA", raising=False)  # or paragraphs are compared with every text that is there
     (tmp_path / "dataset").mkdir()
@@ -44,14 +44,12 @@ def test_maps_and_schedules_are_of_the_windows_that_are_asked_for(
     (tmp_path / "dataset" / "own.yaml").write_text(yaml.safe_dump(described))
     shared = ["--config-dir", str(tmp_path), "text=[python-docs,own]", "protocol.window_tokens=64", "protocol.prompt_tokens=48"]
     shared += [f"results_dir={tmp_path}"]
-    assert console.main(["fit", *shared, "layers=[9]", "windows=32", "distill=1"]) == 0
+    printed = prints("fit", *shared, "layers=[9]", "windows=32", "distill=1").out
     path = tmp_path / "translators" / "far-gpt2.layer9.safetensors"
     assert Translator.load(path).provenance["text"]["window_tokens"] == 64
-    printed = capsys.readouterr().out
-    assert "\nown: 16 windows" in printed
-    assert "save=0.4 text=[python-docs,own] translators=" in printed
-    assert console.main(["schedule", *shared, f"translators=[{path}]", "save=0.3", "windows=2"]) == 0
+    assert unsaid(printed, "\nown: 16 windows", "save=0.4 text=[python-docs,own] translators=") == []
+    printed = prints("schedule", *shared, f"translators=[{path}]", "save=0.3", "windows=2").out
     found = yaml.safe_load((tmp_path / "translators" / "far-gpt2.schedules.yaml").read_text())["schedules"][30]
     assert found["saved_pct"] >= 30
     assert round(48 * found["schedule"]["drop_share"], 3) % 1 == 0  # whole tokens of a prompt of 48
-    assert "protocol.prompt_tokens=48" in capsys.readouterr().out
+    assert "protocol.prompt_tokens=48" in printed

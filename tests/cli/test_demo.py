@@ -2,9 +2,9 @@
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
+from repository import ROOT
 from thinning import first
 
 from quicksilver.cli.commands.demo import _painted
@@ -36,7 +36,7 @@ def test_it_shows_both_ways_in_plain_text_where_there_is_no_terminal(save, least
     assert 0 < len(re.findall(r"\[\d+: ", out.partition("\n\n[n")[0])) <= head[2] < head[1]
     assert max(map(len, out.splitlines())) <= 120
     if save == "0.4":  # the picture in the README has the numbers that are printed
-        picture = (Path(__file__).parents[2] / "docs/assets/demo.svg").read_text(encoding="utf-8")
+        picture = (ROOT / "docs/assets/demo.svg").read_text(encoding="utf-8")
         picture = re.sub(r"</?text[^>]*>", "", picture).replace("&#160;", " ").replace("&#x27;", "'")
         wanted = [line for line in out.splitlines() if line.startswith(("prompt's", "all FLOPs", "KV", "perplexity"))]
         assert len(wanted) == 4

@@ -2,15 +2,13 @@
 
 import importlib.metadata
 import platform
-from pathlib import Path
 
 import pytest
 import torch
+from repository import ROOT
 
 from quicksilver.cli.commands import doctor
 from quicksilver.runtime import errors
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def topics(printed: str) -> dict[str, list[str]]:

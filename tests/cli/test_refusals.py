@@ -1,6 +1,7 @@
 """What makes no sense is one line that says what would, exit code 2 and nothing on stdout: of every command."""
 
 import pytest
+from saying import unsaid
 from thinning import first
 
 COMMANDS = [
@@ -81,16 +82,13 @@ COMMANDS = [
 @pytest.mark.parametrize(("line", "said"), COMMANDS, ids=[line for line, _ in COMMANDS])
 def test_a_command_that_makes_no_sense(line, said, refused, tmp_path, monkeypatch):
     monkeypatch.setenv("QUICKSILVER_RESULTS", str(tmp_path))
-    answer = refused(*line.split())
-    assert [part for part in said if part not in answer] == []
+    assert unsaid(refused(*line.split()), *said) == []
     assert not (tmp_path / "runs").exists()
 
 
 DEPTHS = ["modules=[static_depth]", "protocol=continuation", "measure=sweep", "dataset.windows=3"]
 SWEPT, DRAWN = "modules.static_depth.depth=0.2,0.5,0.8", "modules.static_depth.depth=interval(0.1,0.9)"
 ONE = [
-    ("=3", "'=3' is not an override"),
-    ("modules=[haltin]", "Did you mean halting"),
     ("seed=x", "needs a whole number"),
     ("model", "'model' is not an override"),
     ("3=4", "'3=4' is not an override"),

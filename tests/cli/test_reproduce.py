@@ -10,13 +10,13 @@ import fakes
 import pandas as pd
 import pytest
 from fake_harness import Harness
-from repository import git
+from repository import ROOT, below, git
+from saying import unsaid
 from thinning import first
 
 import quicksilver.report.artefacts as report_artefacts
 import quicksilver.runs.config as harness_config
 import quicksilver.runs.run as harness_run
-from quicksilver.cli import main as console
 from quicksilver.measure.latency import Latency
 from quicksilver.records import archive
 from quicksilver.records.store import Store
@@ -29,7 +29,6 @@ from quicksilver.runs import jobs as answers
 from quicksilver.runs.jobs import FAILED, REFUSED
 from quicksilver.runtime.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]
 OF_ONE = {"isolated.halting", "isolated.kv_skipping", "isolated.quantization"}
 ASKED_ABOUT = {*OF_ONE, "cumulative.halting", "cumulative.kv_skipping"}
 
@@ -44,8 +43,10 @@ def fewer_rows(monkeypatch):
         monkeypatch.setattr(place, name, {})
 
 
-def table11(harness: Harness, *overrides: str) -> int:
-    return console.main(["reproduce", "table", "11", f"results_dir={harness.results}", *overrides])
+@pytest.fixture
+def reproduce(harness, prints):
+    """Gives words (those of Table 11) to `quicksilver reproduce`, which must end with this exit code; returns what it prints."""
+    return lambda *words, code=0: prints("reproduce", *(words or ("table", "11")), f"results_dir={harness.results}", code=code)
 
 
 def frame(harness: Harness, name: str = "table11") -> pd.DataFrame:
@@ -108,68 +109,59 @@ def test_a_figure_without_its_library_says_what_to_install(tmp_path):
         _ = artefact.experiment
 
 
-def test_it_runs_what_is_missing_and_only_that(harness, capsys):
-    assert table11(harness) == 0
+def test_it_runs_what_is_missing_and_only_that(harness, reproduce):
+    shown = reproduce().out
     assert len(harness.made) == len(set(harness.made))
     assert {"dense all", "halting all", "dense continuation", "halting+kv_skipping continuation"} <= set(harness.made)
     # KV skipping alone follows attention, which is later: refused where every position is scored.
     assert "kv_skipping all" not in harness.made
     assert frame(harness).loc[("all", "isolated.kv_skipping"), "status"] == REFUSED
-    shown = capsys.readouterr().out
-    assert "refused under all:" in shown
-    assert str(harness.results / "tables" / "table11.md") in shown
+    assert unsaid(shown, "refused under all:", str(harness.results / "tables" / "table11.md")) == []
 
-    written = {path: path.read_bytes() for path in (harness.results / "tables").iterdir()}
+    written = below(harness.results / "tables")
     harness.made.clear()
-    assert table11(harness) == 0
+    reproduce()
     assert harness.made == []
-    assert {path: path.read_bytes() for path in (harness.results / "tables").iterdir()} == written
+    assert below(harness.results / "tables") == written
 
     (harness.results / "cache" / "answers.json").unlink()  # what is there is found without it
-    capsys.readouterr()
-    assert table11(harness, "plan=true") == 0
-    assert capsys.readouterr().out == "Every run has its record: nothing would run.\n"
+    assert reproduce("table", "11", "plan=true").out == "Every run has its record: nothing would run.\n"
 
 
-def test_a_failed_run_is_named_and_the_rest_is_built(harness, capsys):
+def test_a_failed_run_is_named_and_the_rest_is_built(harness, reproduce):
     harness.broken = {"halting all"}
-    assert table11(harness) == 1
+    said = reproduce(code=1).err
     table = frame(harness)
     assert table.loc[("all", "isolated.halting"), "status"] == table.loc[("all", "cumulative.halting"), "status"] == "failed"
     assert table.loc[("all", "cumulative.kv_skipping"), "status"] == "measured"
     assert table.loc[("continuation", "isolated.halting"), "status"] == "measured"
-    said = capsys.readouterr().err
     assert said.count("the logits of halting all are not finite") == 1
-    assert "all isolated.halting, all cumulative.halting" in said
-    assert "quicksilver run" in said
-    assert "protocol=all 'modules=[halting]'" in said
+    command = ("quicksilver run", "protocol=all 'modules=[halting]'")
+    assert unsaid(said, "all isolated.halting, all cumulative.halting", *command) == []
 
     harness.broken = set()
-    assert table11(harness) == 0
+    reproduce()
     assert "failed" not in set(frame(harness)["status"])
 
 
-def test_when_everything_fails_there_is_no_table(harness, capsys):
+def test_when_everything_fails_there_is_no_table(harness, reproduce):
     harness.broken = {"dense all"}
-    assert table11(harness) == 1
+    reproduce(code=1)
     statuses = frame(harness)["status"]
     assert "measured" not in set(statuses["all"])  # without its dense run a panel has no number
     assert "measured" in set(statuses["continuation"])
     shutil.rmtree(harness.results)
-    capsys.readouterr()
     harness.broken = {"dense all", "dense continuation"}
-    assert table11(harness) == 1
+    assert reproduce(code=1).out == ""
     assert not (harness.results / "tables").exists()
-    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("what", first([["table", "11"], ["all"]]))
-def test_a_model_that_cannot_be_had_is_one_message(harness, what, monkeypatch, capsys):
+def test_a_model_that_cannot_be_had_is_one_message(reproduce, what, monkeypatch):
     refusal = ConfigError("gpt2-large: the hub cannot be reached. Without a network: model=reference-gpt2.")
     monkeypatch.setattr(harness_run, "plan", Mock(side_effect=refusal))
     monkeypatch.setattr("quicksilver.runs.estimate.check_time", lambda configs, yes: None)
-    assert console.main(["reproduce", *what, "model=gpt2-large", f"results_dir={harness.results}"]) == 2
-    assert capsys.readouterr().err.count("cannot be reached") == 1
+    assert reproduce(*what, "model=gpt2-large", code=2).err.count("cannot be reached") == 1
 
 
 @pytest.mark.parametrize(("words", "name"), [
@@ -181,14 +173,14 @@ def test_only_the_default_has_the_plain_name(words, name):
     assert re.fullmatch(f"table11{name}", name_of("table11", harness_config.compose(overrides), overrides))
 
 
-def test_a_table_of_which_records_are_missing_never_overwrites_the_repositorys(harness, monkeypatch):
-    assert table11(harness) == 0
+def test_a_table_of_which_records_are_missing_never_overwrites_the_repositorys(harness, reproduce, monkeypatch):
+    reproduce()
     written = harness.results / "tables" / "table11.md"
     before = written.read_bytes()
     monkeypatch.setattr(archive, "names", lambda folder: [fakes.fingerprint("halting all")])
     shutil.rmtree(Store(harness.results).path(fakes.fingerprint("halting all")))
     harness.broken = {"halting all"}
-    assert table11(harness) == 1
+    reproduce(code=1)
     assert written.read_bytes() == before
     assert written.with_name("table11-mine.md").exists()
 
@@ -212,27 +204,24 @@ def test_the_distance_is_the_largest_over_the_rows(made):
     other.loc[other["key"] == "isolated.halting", "status"] = "failed"
     said = distance(made, Committed(other, "table11.csv at HEAD"), "table11.csv")
     rows = (made["status"] == "measured").sum() - 2
-    assert f"{rows} rows compared" in said
-    assert "at most 0.5 apart (delta_ppl)" in said
+    assert unsaid(said, f"{rows} rows compared", "at most 0.5 apart (delta_ppl)") == []
 
 
-def test_no_empty_column_hides_a_difference():
-    nothing = float("nan")
-    here = pd.DataFrame({"key": ["a", "b"], "nothing": [nothing, nothing], "value": [1.0, 2.0], "some": [1.0, None]})
-    apart = lambda **columns: distance(here, Committed(here.assign(**columns), "x"), "x.csv")
-    assert "2 rows compared, no difference" in apart()
-    assert "at most 3 apart (value)" in apart(value=[1.0, 5.0])
-    assert "not comparable, some is nan here and 4.0 there" in apart(some=[1.0, 4.0])
-    assert "not comparable, value is 2 here and nan there" in apart(value=[1.0, None])
-
-
-@pytest.mark.parametrize(("column", "value"), first([("token_digest", "1234567"), ("weights_digest", "other"), ("windows", 64)]))
-def test_other_text_weights_or_windows_are_not_compared(made, column, value):
-    other = made.copy()
-    other[column] = value
-    said = distance(made, Committed(other, "x"), "table11.csv")
-    assert re.search(f"not comparable.*{column}", said)
-    assert "apart" not in said
+@pytest.mark.parametrize(("there", "said"), [
+    ({}, "2 rows compared, no difference"),
+    ({"value": [1.0, 5.0]}, "at most 3 apart (value)"),
+    ({"some": [1.0, 4.0]}, "not comparable, some is nan here and 4.0 there"),  # no empty column hides a difference
+    ({"value": [1.0, None]}, "not comparable, value is 2 here and nan there"),
+    ({"token_digest": "1234567"}, "not comparable, token_digest is a text here"),
+    ({"weights_digest": "other"}, "not comparable, weights_digest is weights here"),
+    ({"windows": 64}, "not comparable, windows is 16 here"),
+])  # fmt: skip
+def test_only_the_same_text_weights_windows_and_columns_are_compared(there, said):
+    same = {"token_digest": "a text", "weights_digest": "weights", "windows": 16}
+    here = pd.DataFrame({"key": ["a", "b"], "nothing": [None, None], "value": [1.0, 2.0], "some": [1.0, None]}).assign(**same)
+    found = distance(here, Committed(here.assign(**there), "x"), "x.csv")
+    assert said in found
+    assert ("apart" in found) == ("apart" in said)
 
 
 def test_the_committed_version_is_that_of_head(csv, made):
@@ -340,14 +329,11 @@ def files(harness: Harness) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for kind in ("tables", "figures") for p in (harness.results / kind).glob("*")}
 
 
-def test_one_artefact_that_fails_does_not_stop_the_others(harness, experiments, capsys, prints):
-    said = prints("reproduce", "all", f"results_dir={harness.results}", code=1)
-    written = {f"table01.{kind}" for kind in ("md", "csv", "tex", "json")} | {
-        f"figure04.{kind}" for kind in ("png", "csv", "json")
-    }
-    assert set(files(harness)) == written
-    assert "table 9: nothing could be measured" in said.err  # refused under all
-    assert "quicksilver reproduce table 9" in said.err
+def test_one_artefact_that_fails_does_not_stop_the_others(harness, experiments, reproduce):
+    said = reproduce("all", code=1)
+    kinds = {"table01": ("md", "csv", "tex", "json"), "figure04": ("png", "csv", "json")}
+    assert set(files(harness)) == {f"{name}.{kind}" for name, its in kinds.items() for kind in its}
+    assert unsaid(said.err, "table 9: nothing could be measured", "quicksilver reproduce table 9") == []  # refused under all
     assert "2 of 3" in said.out
 
     mended = EXPERIMENTS["table09_broken.py"].replace("criterion=attention", "criterion=halted")
@@ -356,87 +342,76 @@ def test_one_artefact_that_fails_does_not_stop_the_others(harness, experiments, 
     before = files(harness)
     harness.made.clear()
     shutil.rmtree(Store(harness.results).path(fakes.fingerprint("adaptive_quantization all")))
-    said = prints("reproduce", "all", f"results_dir={harness.results}", code=1)
+    said = reproduce("all", code=1)
     assert harness.made == ["kv_skipping all"]  # the rest has its records
-    assert "ZeroDivisionError" in said.err
-    assert "table 9: a fault in this file" in said.err
-    assert "figure 4: 1 of 2 rows have no record" in said.err
+    assert unsaid(said.err, "ZeroDivisionError", "table 9: a fault in this file", "figure 4: 1 of 2 rows have no record") == []
     assert files(harness)["figure04.csv"] != before["figure04.csv"]
 
     harness.broken = set()
     (experiments / "table09_broken.py").unlink()
-    assert console.main(["reproduce", "all", f"results_dir={harness.results}"]) == 0
+    assert "2 of 2" in reproduce("all").out
     assert files(harness) == before
-    assert "2 of 2" in capsys.readouterr().out
 
 
-def test_what_is_there_is_found_without_composing_or_planning(harness, experiments, monkeypatch):
+def test_what_is_there_is_found_without_composing_or_planning(harness, experiments, reproduce, monkeypatch):
     (experiments / "table09_broken.py").unlink()
-    words = ["all", f"results_dir={harness.results}"]
-    assert console.main(["reproduce", *words]) == 0
+    reproduce("all")
     before = files(harness)
     composed: list[tuple[str, ...]] = []
     compose = harness_config.compose
-    monkeypatch.setattr(harness_config, "compose", lambda overrides=(): composed.append(tuple(overrides)) or compose(overrides))
-    monkeypatch.setattr(harness_run, "plan", None)
-    for more in ([], ["records=any"]):  # a default that is typed finds what is remembered
-        assert console.main(["reproduce", *words, *more]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(harness_config, "compose", lambda overrides=(): composed.append(tuple(overrides)) or compose(overrides))
+        patch.setattr(harness_run, "plan", None)
+        for more in ([], ["records=any"]):  # a default that is typed finds what is remembered
+            reproduce("all", *more)
     assert files(harness) == before
     assert not any("modules" in word for line in composed for word in line)  # no row's
 
-    monkeypatch.undo()
-    monkeypatch.setattr(report_artefacts, "experiments_folder", lambda: experiments)
-    monkeypatch.setattr(harness_config, "compose", compose)
-    monkeypatch.setattr(harness_run, "plan", harness.plan)
-    monkeypatch.setattr(harness_run, "_make_one", harness.make_one)
     shutil.rmtree(Store(harness.results).path(fakes.fingerprint("dense all")))
     harness.made.clear()
-    assert console.main(["reproduce", *words]) == 0
+    reproduce("all")
     assert harness.made == ["dense all"]  # a record without its dense one is no answer
 
 
-def test_a_changed_file_makes_everything_forgotten_and_a_plan_runs_nothing(harness, experiments, monkeypatch, capsys):
+def test_a_changed_file_makes_everything_forgotten_and_a_plan_runs_nothing(harness, experiments, reproduce, monkeypatch):
     (experiments / "table09_broken.py").unlink()
-    words, asked = ["reproduce", "all", f"results_dir={harness.results}"], []
+    asked = []
     with monkeypatch.context() as patch:
         estimates = lambda configs, differing: asked.append([one.label for one in configs]) or []
         patch.setattr("quicksilver.runs.estimate.estimates", estimates)
-        assert console.main([*words, "plan=true"]) == 0
+        assert reproduce("all", "plan=true").out == "Every run has its record: nothing would run.\n"
     assert len(asked[0]) >= 2
     assert (harness.made, files(harness)) == ([], {})
-    assert capsys.readouterr().out == "Every run has its record: nothing would run.\n"
-    assert console.main(words) == 0
+    reproduce("all")
     monkeypatch.setattr(answers, "_stamp", lambda: "another")
     monkeypatch.setattr(harness_run, "plan", None)
     with pytest.raises(TypeError):
-        console.main(words)
+        reproduce("all")
 
 
-def test_a_figure_is_made_like_a_table(harness, experiments, capsys, prints):
-    said = prints("reproduce", "figure", "4", f"results_dir={harness.results}").out
-    assert "Drawn: 2 rows of key, ppl." in said
-    assert str(harness.results / "figures" / "figure04.png") in said
+def test_a_figure_is_made_like_a_table(harness, experiments, reproduce):
+    figures = harness.results / "figures"
+    said = reproduce("figure", "4").out
+    assert unsaid(said, "Drawn: 2 rows of key, ppl.", str(figures / "figure04.png")) == []
     assert ".svg" not in said
-    assert console.main(["reproduce", "figure", "4", "svg=true", f"results_dir={harness.results}"]) == 0
-    assert str(harness.results / "figures" / "figure04.svg") in capsys.readouterr().out
+    assert str(figures / "figure04.svg") in reproduce("figure", "4", "svg=true").out
 
 
-def test_a_damaged_record_costs_its_row_and_no_other(harness, prints):
-    assert table11(harness) == 0
+def test_a_damaged_record_costs_its_row_and_no_other(harness, reproduce):
+    reproduce()
     before = frame(harness)
     windows = Store(harness.results).path(fakes.fingerprint("halting all")) / "windows.parquet"
     windows.write_bytes(b"\0" * windows.stat().st_size)  # as long as before, which a look at its size does not see
     record = Store(harness.results).path(fakes.fingerprint("adaptive_quantization all")) / "record.json"
     record.write_text(json.dumps(json.loads(record.read_text(encoding="utf-8")) | {"paper_flops": "many"}), encoding="utf-8")
-    said = prints("reproduce", "table", "11", f"results_dir={harness.results}", code=1)
+    said = reproduce(code=1).err
     after = frame(harness)
     lost = {("all", "isolated.halting"), ("all", "isolated.quantization"), ("all", "cumulative.halting")}
     assert lost <= set(after.index[after["status"].isin([UNUSABLE, FAILED])])
     kept = after.index[after["status"] == "measured"]
     assert len(kept) > len(after) / 2
     assert after.loc[kept, "ppl"].equals(before.loc[kept, "ppl"])
-    assert "windows.parquet is not the file that was recorded" in said.err
-    assert "Move that folder away" in said.err
+    assert unsaid(said, "windows.parquet is not the file that was recorded", "Move that folder away") == []
 
 
 def test_numbers_of_the_findings_are_cells_of_committed_tables(tmp_path):
@@ -496,17 +471,16 @@ def test_a_ledger_that_lacks_rows_does_not_replace_the_written_one(harness, monk
     found = {find("table", "11"): ([refused], [])}
     monkeypatch.setattr("quicksilver.cli.commands.reproduce.recorded_of_all", lambda *of, **_: (found, {}))
     said = prints("claims", f"results_dir={harness.results}").err
-    assert "1 rows have no record here" in said
-    assert "dataset=gum." in said
+    assert unsaid(said, "1 rows have no record here", "dataset=gum.") == []
     assert sorted(p.name for p in harness.results.glob("claims*")) == [f"claims-mine.{kind}" for kind in ("csv", "json", "md")]
 
 
-def test_a_process_times_every_row_once_and_leaves_one_file(harness, monkeypatch):
-    assert table11(harness) == 0
+def test_a_process_times_every_row_once_and_leaves_one_file(harness, reproduce, prints, monkeypatch):
+    reproduce()
     monkeypatch.setattr(harness_run, "bench_of", lambda *of: (None, None))
     monkeypatch.setattr(Latency, "run", lambda self, bench: fakes.latency(0.5, 1.0, samples=self.repeats))
-    assert console.main(["time", "table", "11", "repeats=1", "rounds=4", f"results_dir={harness.results}"]) == 0
+    prints("time", "table", "11", "repeats=1", "rounds=4", f"results_dir={harness.results}")
     (found,) = timed_processes(harness.results)
     assert found.results.keys() == set(frame(harness)["record"].dropna())
-    assert table11(harness) == 0
+    reproduce()
     assert set(frame(harness)["speedup_pct"].dropna()) == {50.0}

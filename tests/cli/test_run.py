@@ -5,8 +5,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pandas as pd
+from repository import ROOT
+from saying import unsaid
 
-from quicksilver.cli import main as console
 from quicksilver.cli import progress
 from quicksilver.records.record import load_record
 from quicksilver.runs.config import compose
@@ -22,40 +23,29 @@ def test_a_null_that_chose_the_same_tokens_is_no_verdict():
     assert said == "  to its null  equal: both chose the same tokens, so this null tells nothing"
 
 
-def run(*words: str) -> int:
-    return console.main(["run", *words])
-
-
-def test_one_run_prints_what_its_record_says(words, capsys, prints):
+def test_one_run_prints_what_its_record_says(words, prints):
     out, err = prints("run", *words, *CAPACITY, "measure=default", "measure.latency.repeats=3", "measure.emissions.enabled=false")
     folder = Path(out.splitlines()[-1].split()[-1])
     record = load_record(folder)
-    assert "tiny | file | halting | continuation" in out
-    assert f"perplexity   {record.quality.ppl:.4g} per token, {record.quality.bits_per_byte:.4g} bits per byte" in out
-    assert f"{record.quality.tokens} scored" in out
-    assert f"executed {100 * (1 - record.quality.prompt_executed_flops / record.dense.prompt_executed_flops):.1f}%" in out
-    assert "against dense" in out
-    assert "its null" in out
+    quality = f"perplexity   {record.quality.ppl:.4g} per token, {record.quality.bits_per_byte:.4g} bits per byte"
+    saved = f"executed {100 * (1 - record.quality.prompt_executed_flops / record.dense.prompt_executed_flops):.1f}%"
+    assert unsaid(out, "tiny | file | halting | continuation", quality, f"{record.quality.tokens} scored", saved) == []
+    assert unsaid(out, "against dense", "its null", "of the prompt", "acts on      the prompt only") == []
     judged = r".*\]: (better \(p = .*\)|worse \(p = .*\)|no difference beyond chance( \(p = .*%\))?)$"
     assert re.search(rf"^  to its null  .* perplexity {judged}", out, re.M)
     assert re.search(rf"^ {{15}}\S+ KL {judged}", out, re.M)
-    assert "of the prompt" in out
-    assert "acts on      the prompt only" in out
     assert "Traceback" not in err
     assert not Path("outputs").exists()
     here = f"results_dir={folder.parents[1]}"
-    assert console.main(["show", here]) == console.main(["show", record.fingerprint[:12], here]) == 0
-    shown = capsys.readouterr().out
-    assert shown.count(record.label) == 2
-    assert shown.count("trace.safetensors (") == 2
-    assert record.label in (shown := prints("show", str(folder)).out)  # of any results folder
-    assert f"on {record.environment.cpu}, {record.environment.threads} thread" in shown
-    assert "of all tokens" in shown
-    assert console.main(["report", here]) == 0  # no table is written there: the site has the runs
+    shown = [prints("show", *words, here).out for words in ([], [record.fingerprint[:12]])]
+    assert [one.count(record.label) for one in shown] == [one.count("trace.safetensors (") for one in shown] == [1, 1]
+    shown = prints("show", str(folder)).out  # of any results folder
+    assert unsaid(shown, record.label, f"on {record.environment.cpu}, {record.environment.threads} thread", "of all tokens") == []
+    prints("report", here)  # no table is written there: the site has the runs
     assert (folder.parents[1] / "report" / "runs" / f"{record.fingerprint}.html").is_file()
     assert f"runs/{record.fingerprint}.html" in prints("show", here).out
     assert "memory       peak" in shown
-    assert run(*words, *CAPACITY[:2], "modules.halting.halted_share=0.3", "protocol=continuation", "measure=quick") == 0
+    prints("run", *words, *CAPACITY[:2], "modules.halting.halted_share=0.3", "protocol=continuation", "measure=quick")
     others = [load_record(path) for path in folder.parent.glob("[!.]*")]
     other = next(one.fingerprint for one in others if one.modules and one.path != folder)
     shown = prints("show", folder.name, other, here).out
@@ -67,7 +57,7 @@ def test_one_run_prints_what_its_record_says(words, capsys, prints):
 
 
 def test_show_prints_what_each_process_timed_again_with_its_file_and_every_option(prints):
-    results = Path(__file__).parents[2] / "results"
+    results = ROOT / "results"
     rows = pd.read_csv(results / "claims.csv", keep_default_na=False).to_dict("records")
     row = next(one for one in rows if one["kind"] == "tuned" and "processes" in one["timed"])
     shown = prints("show", row["record"], f"results_dir={results}").out
@@ -98,18 +88,21 @@ def test_a_failing_job_of_a_sweep_leaves_the_others_and_the_exit_code_tells(word
     out, err = prints("run", *sweep, "modules.halting.tau_drift=p40,abc,p60", code=1)
     assert out.count("perplexity ") >= 2
     assert out.count("record  ") == 2
-    assert "tau_drift='abc' is not a number" in err
-    assert "One run of this sweep failed" in err
+    assert unsaid(err, "tau_drift='abc' is not a number", "One run of this sweep failed") == []
     assert "Traceback" not in err
-    assert run(*sweep, "modules.halting.tau_drift=p40,p60") == 0
+    prints("run", *sweep, "modules.halting.tau_drift=p40,p60")
 
 
-def test_the_jobs_of_an_experiment_are_found_again_one_by_one(words, capsys):
-    here = [*words, "dataset.windows=9"]  # the words of a person win over those of the experiment
-    assert run("-m", "experiment=minimum_depth", *here, "modules.halting.resume_layers=0") == 0
-    jobs = [compose([*job, *here, "modules.halting.resume_layers=0"]) for job in sweep_jobs("minimum_depth")]
+def test_the_jobs_of_an_experiment_are_found_again_one_by_one(words, prints):
+    here = [
+        *words,
+        "dataset.windows=9",
+        "modules.halting.resume_layers=0",
+    ]  # the words of a person win over those of the experiment
+    out = prints("run", "-m", "experiment=minimum_depth", *here).out
+    jobs = [compose([*job, *here]) for job in sweep_jobs("minimum_depth")]
     assert all(plan([config]).done for config in jobs)
-    assert capsys.readouterr().out.count("9 windows of") == len(jobs)
+    assert out.count("9 windows of") == len(jobs)
     assert not plan([compose([*sweep_jobs("minimum_depth")[0], *words])]).done
 
 

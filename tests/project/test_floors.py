@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from repository import ROOT
+
 FLOORS = "runtime < modules baselines data models < measure < fitting < records < runs < report experiments < cli < studies"
 FLOOR = {package: number for number, packages in enumerate(FLOORS.split("<")) for package in packages.split()}
 

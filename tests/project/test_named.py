@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import yaml
+from repository import ROOT, blocks
 
 from quicksilver.cli import main as console
 from quicksilver.runs.choices import GROUPS, choices
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 TARGETS = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[1].split()
@@ -182,8 +182,7 @@ def test_everything_cited_is_there_and_only_what_is_in_the_repository_is_cited()
 @pytest.mark.parametrize("name", ["baselines", "measure", "modules", "records", "report", "runs", "runtime"])
 def test_every_public_name_has_an_example_and_the_examples_run(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    page = (DOCS / "api" / f"{name}.md").read_text(encoding="utf-8")
-    code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    code = "\n".join(blocks(DOCS / "api" / f"{name}.md", "python"))
     package = importlib.import_module(f"quicksilver.{name}")
     names = getattr(package, "__all__", ())
     if name == "baselines":

@@ -9,7 +9,6 @@ import textwrap
 import tomllib
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 
 import pytest
 import tiny
@@ -17,11 +16,11 @@ import torch
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from repository import ROOT, blocks
 
 import quicksilver
 from quicksilver.runs.config import compose
 
-ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 
@@ -228,8 +227,6 @@ def test_the_check_of_files_refuses_what_is_unclean_or_large_outside_of_results(
 
 
 # --- what is written -------------------------------------------------------------------------------------------------------
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
 README_RUNS = re.findall(r"^quicksilver run (.*)$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)

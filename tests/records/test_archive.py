@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from repository import below
 from safetensors.numpy import load_file
 
 from quicksilver.data.spec import FilesConfig
@@ -155,10 +156,10 @@ def test_a_kept_record_is_whole_without_what_is_large_and_comes_first(made) -> N
     pd.testing.assert_frame_equal(again.windows, record.windows, check_exact=True)
     assert (again.is_kept, record.is_kept) == (True, False)
     assert not again.path.exists()  # nothing of it is large enough for a folder of its own
-    content = files_below(store.root / KEPT)
-    assert sum(map(len, content.values())) < 0.5 * sum(map(len, files_below(store.runs).values()))
+    content = below(store.root / KEPT)
+    assert sum(map(len, content.values())) < 0.5 * sum(map(len, below(store.runs).values()))
     keep(store, record)
-    assert files_below(store.root / KEPT) == content
+    assert below(store.root / KEPT) == content
     assert store.get(record.fingerprint).path.parent.name == KEPT
     assert store_of(compose([*words, "records=own"])).get(record.fingerprint).path.parent.name == "runs"
     assert set(record_frame(config.results_dir).index) == {record.fingerprint, record.dense_fingerprint}
@@ -171,10 +172,10 @@ def test_records_are_not_replaced_where_something_else_lies_among_them(made, tmp
     for name in ("notes.txt", f"{record.fingerprint}/notes.txt", "calibration/notes.txt", ".git/config"):
         (kept / name).parent.mkdir(exist_ok=True)
         (kept / name).write_text("mine")
-        before = files_below(store.root)
+        before = below(store.root)
         with pytest.raises(ConfigError, match=r"none of the repository's records.*move it away"):
             keep(store, record)
-        assert files_below(store.root) == before
+        assert below(store.root) == before
         (kept / name).unlink()
     keep(store, record, TRACE)
     (kept / "link").symlink_to(store.runs)
@@ -183,14 +184,10 @@ def test_records_are_not_replaced_where_something_else_lies_among_them(made, tmp
     (kept / "link").unlink()
     kept.rename(store.root / "elsewhere")
     kept.symlink_to(store.root / "elsewhere")
-    before = files_below(store.root / "elsewhere")
+    before = below(store.root / "elsewhere")
     with pytest.raises(ConfigError, match="is a link to"):
         keep(store, record)
-    assert files_below(store.root / "elsewhere") == before
-
-
-def files_below(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert below(store.root / "elsewhere") == before
 
 
 def test_a_kept_record_as_a_folder_has_what_the_run_wrote(made) -> None:

@@ -1,7 +1,6 @@
 """Sweeps and the factorial: which runs they are, what is computed of their records, what is printed and drawn."""
 
 import math
-import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -12,6 +11,7 @@ import pandas as pd
 import pytest
 import thinning
 import yaml
+from repository import ROOT, blocks
 from thinning import first
 
 from quicksilver.experiments.ablation import quantization as strategies
@@ -318,15 +318,12 @@ def test_tables_3_and_10_print_reported_beside_measured(tmp_path):
 
 # --- the page ---------------------------------------------------------------------------------------------------------------------
 def test_what_the_page_shows_is_what_there_is(made):
-    page = Path(__file__).resolve().parents[2] / "docs" / "sweeps-and-budgets.md"
-    blocks = dict.fromkeys(("yaml", "python"))
-    for language in blocks:
-        blocks[language] = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    experiment, dial = (yaml.safe_load(text) for text in blocks["yaml"])
+    page = ROOT / "docs" / "sweeps-and-budgets.md"
+    experiment, dial = map(yaml.safe_load, blocks(page, "yaml"))
     there = config_dir()
     assert experiment == yaml.safe_load((there / "experiment" / "d3_fusion.yaml").read_text(encoding="utf-8"))
     assert dial == yaml.safe_load((there / "budget" / "halting_attention.yaml").read_text(encoding="utf-8"))
-    _, source = blocks["python"]  # the first is run by tests/cli/test_sweeping.py
+    _, source = blocks(page, "python")  # the first is run by tests/cli/test_sweeping.py
     names: dict = {}
     exec(compile(source, str(page), "exec"), names)
     outcomes = [one for one in made("table", "calibrations")[0] if one.row.panel == "d3_fusion"]

@@ -3,10 +3,10 @@
 import shutil
 import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from repository import ROOT
 
 from quicksilver.report import reproduction
 from quicksilver.report.artefacts import find
@@ -14,8 +14,6 @@ from quicksilver.report.reproduction import LOCAL_SUFFIX, VARIANTS, Variant, com
 from quicksilver.report.table import read, versus_null_cell
 from quicksilver.runs.config import compose
 from quicksilver.runs.jobs import REFUSED, Job
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda one: one.name)

@@ -206,7 +206,7 @@ def test_blocks_of_other_code_or_of_another_size_are_left_alone(other, whole, wo
     assert next(iter(before)).parent.name in said[0]
 
 
-def test_blocks_of_other_weights_are_of_another_run(world, tmp_path, computed):
+def test_a_run_of_another_seed_leaves_the_blocks_of_a_killed_one(world, tmp_path, computed):
     killed_run(world, tmp_path / "results", computed)
     before = sorted(Store(tmp_path / "results").drafts.rglob("*.block"))
     run(world, tmp_path / "results", *MODULES["all"], "modules.random_halting.seed=1")

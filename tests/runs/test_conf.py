@@ -13,15 +13,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from saying import refused_in_a_line
 from thinning import first
 
 from quicksilver.data.spec import DatasetConfig
 from quicksilver.measure import Protocol
 from quicksilver.models.spec import ModelConfig
-from quicksilver.runs import composing
+from quicksilver.runs import config as composing
 from quicksilver.runs.choices import GROUPS, choices, config_dir
-from quicksilver.runs.composing import hydra_started, quoted
-from quicksilver.runs.config import ProtocolConfig, RunConfig, compose, run_config
+from quicksilver.runs.config import ProtocolConfig, RunConfig, compose, hydra_started, quoted, run_config
 from quicksilver.runs.parts import build_measurements, build_modules, module_entry
 from quicksilver.runs.sweep import sweep_jobs
 from quicksilver.runtime import RuntimeModule
@@ -179,12 +179,9 @@ MODULE_MISTAKES = {
 
 @pytest.mark.parametrize("word", [*MISTAKES, *MODULE_MISTAKES])
 def test_a_mistake_is_one_message_that_says_what_to_write(word):
-    with pytest.raises(ConfigError) as caught:
+    with refused_in_a_line(*(MISTAKES | MODULE_MISTAKES)[word]) as caught:
         build_modules(compose([*(["modules=[halting]"] if word in MODULE_MISTAKES else []), word]).modules)
-    message = str(caught.value)
-    assert [part for part in (MISTAKES | MODULE_MISTAKES)[word] if part not in message] == []
-    assert "\n" not in message
-    assert "hydra" not in message.lower()
+    assert "hydra" not in str(caught.value).lower()
 
 
 @pytest.mark.parametrize("experiment", first(choices("experiment"), 3))
@@ -391,6 +388,5 @@ def test_several_mistakes_are_said_at_once_and_none_that_follows_from_another():
     wrong = ("measure=quik", "seed=x", "modules.halting.tau_drft", "dataset=gumm")
     assert len(said) == len(wrong)
     assert all(any(line.startswith(word) for line in said) for word in wrong)
-    with pytest.raises(ConfigError) as alone:
+    with refused_in_a_line():
         compose(["modules=[haltin]", "modules.haltin.tau_drift=3"])
-    assert "\n" not in str(alone.value)

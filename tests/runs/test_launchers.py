@@ -13,14 +13,14 @@ from unittest.mock import Mock
 
 import pytest
 import try_slurm
+from repository import ROOT
 
 from quicksilver.cli import main as console
 from quicksilver.cli import sweeping
 from quicksilver.records.record import record_frame
 from quicksilver.runs import launchers
 from quicksilver.runs.choices import config_dir
-from quicksilver.runs.composing import hydra_started
-from quicksilver.runs.config import compose
+from quicksilver.runs.config import compose, hydra_started
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.sweep import Manifest, Sweep
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
@@ -133,7 +133,7 @@ def test_two_workers_make_what_one_process_makes(launcher, world, tmp_path):
     for name, more in {"serial": [], "two": [*f"hydra/launcher={launcher}".split(), "workers=2"]}.items():
         words = [*world, f"results_dir={tmp_path / name}", *DEPTHS, *more]
         command = [sys.executable, "-m", "quicksilver", "run", "-m", *words]
-        made = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=900)
+        made = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=900)
         assert made.returncode == 0, made.stderr
         frame = record_frame(tmp_path / name)
         found[name] = dict(zip(frame.index, frame["nll_nats"], strict=True))

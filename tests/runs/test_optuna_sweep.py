@@ -2,9 +2,9 @@
 
 import pandas as pd
 import pytest
+from saying import unsaid
 
 import quicksilver.runs.run as harness_run
-from quicksilver.cli import main as console
 from quicksilver.records.record import record_frame
 from quicksilver.runs import optuna_sweep as study
 from quicksilver.runs.sweep import Sweep
@@ -15,12 +15,12 @@ DRAWN += ["protocol=continuation", "measure=sweep", "dataset.windows=3"]
 GOALS = ["hydra/sweeper=optuna", "hydra.sweeper.sampler=random"]
 
 
-def run(*words: str) -> int:
-    return console.main(["run", "-m", *GOALS, *words])
+def asking(*words: str) -> list[str]:
+    return ["run", "-m", *GOALS, *words]
 
 
 @pytest.mark.slow
-def test_a_study_goes_on_where_it_was_killed_and_keeps_its_front(words, tmp_path, capsys, monkeypatch):
+def test_a_study_goes_on_where_it_was_killed_and_keeps_its_front(words, tmp_path, prints, monkeypatch):
     made = []
     real = harness_run._run
 
@@ -32,11 +32,10 @@ def test_a_study_goes_on_where_it_was_killed_and_keeps_its_front(words, tmp_path
         return real(step, *rest)
 
     monkeypatch.setattr(harness_run, "_run", counted)
-    asked = [*words, *DRAWN, "name=front", "hydra.sweeper.trials=4"]
-    assert run(*asked) == 130
+    asked = asking(*words, *DRAWN, "name=front", "hydra.sweeper.trials=4")
+    prints(*asked, code=130)
     monkeypatch.setattr(harness_run, "_run", real)
-    assert run(*asked) == 0
-    out = capsys.readouterr().out
+    out = prints(*asked).out
     sweep = Sweep.load(tmp_path / "results", "front")
     states = sweep.states()
     assert [state.state for state in states] == ["done"] * len(states)
@@ -52,37 +51,31 @@ def test_a_study_goes_on_where_it_was_killed_and_keeps_its_front(words, tmp_path
     said = out[out.index("No other run beats these") :]
     assert all(name in said for name in best)
     assert sum(name in said for name in ours.index) == len(best)
-    assert run(*asked, "hydra.sweeper.budget={executed_flops_saved_pct: 99}") == 0
-    assert "No run meets the budget" in capsys.readouterr().err
+    assert "No run meets the budget" in prints(*asked, "hydra.sweeper.budget={executed_flops_saved_pct: 99}").err
     pct = 100 + 100 * saved
     least = sorted(pct)[len(pct) // 2] - 1e-6  # what half of them save
-    assert run(*asked, f"hydra.sweeper.budget={{executed_flops_saved_pct: {least}}}") == 0
-    out = capsys.readouterr().out
+    out = prints(*asked, f"hydra.sweeper.budget={{executed_flops_saved_pct: {least}}}").out
     chosen = kl[pct >= least].idxmin()
     assert chosen in out[out.index("No other run within it") :].splitlines()[1]
     assert record_frame(tmp_path / "results").index.equals(frame.index)  # nothing was made again
 
 
-def test_a_value_that_composes_to_a_run_that_is_there_counts_as_no_trial(words, tmp_path, capsys, monkeypatch):
+def test_a_value_that_composes_to_a_run_that_is_there_counts_as_no_trial(words, tmp_path, prints, refused, monkeypatch):
     made, real = [], harness_run._run
     monkeypatch.setattr(harness_run, "_run", lambda step, *rest: made.append(step.fingerprint) or real(step, *rest))
     choice = [*(word for word in DRAWN if "interval" not in word), "modules.static_depth.depth=0.2,0.5,0.50,0.51"]
     for _ in range(2):  # the second start finds its trials again
-        assert run(*words, *choice, "name=few", "hydra.sweeper.trials=5") == 0
-        out, err = capsys.readouterr()
+        out, err = prints(*asking(*words, *choice, "name=few", "hydra.sweeper.trials=5"))
         assert "50 draws in a row gave runs that are there: 3 of 5 are made" in err
         assert out.count("(equal: [") == 1  # depths 0.5 and 0.51 are one layer
     assert [state.state for state in Sweep.load(tmp_path / "results", "few").states()] == ["done"] * 3
     assert len(made) == len(set(made)) == 4  # with the dense one
-    assert console.main(["show", "few", f"results_dir={tmp_path / 'results'}"]) == 2
-    assert "few is a sweep: quicksilver list sweep few" in capsys.readouterr().err
+    assert "few is a sweep: quicksilver list sweep few" in refused("show", "few", f"results_dir={tmp_path / 'results'}")
 
 
-def test_a_plan_says_what_is_drawn_and_makes_nothing(words, tmp_path, capsys):
-    assert run(*words, *DRAWN, "hydra.sweeper.trials=7", "plan=true") == 0
-    out = capsys.readouterr().out
-    assert "Optuna draws 7 runs" in out
-    assert "static_depth" in out
+def test_a_plan_says_what_is_drawn_and_makes_nothing(words, tmp_path, prints):
+    out = prints(*asking(*words, *DRAWN, "hydra.sweeper.trials=7", "plan=true")).out
+    assert unsaid(out, "Optuna draws 7 runs", "static_depth") == []
     assert not (tmp_path / "results" / "runs").exists()
 
 

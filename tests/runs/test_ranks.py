@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 from quicksilver.cli import main as console
 from quicksilver.measure.flops import RanksResult
@@ -14,7 +15,6 @@ from quicksilver.records.record import load_record, record_frame
 from quicksilver.runs.config import compose
 from quicksilver.runtime.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
 ASKED = ["model=reference-llama", "modules=[static_depth]", "protocol=continuation", "measure=ranks"]
 ASKED += ["dataset.windows=8", "threads=1"]
 

@@ -2,10 +2,8 @@
 
 import math
 import sys
-from pathlib import Path
 from shutil import copytree
 from typing import get_args
-from unittest.mock import Mock
 
 import fakes
 import numpy as np
@@ -22,7 +20,6 @@ from quicksilver.measure.latency import LatencyResult
 from quicksilver.measure.memory import MemoryResult
 from quicksilver.measure.quality import NullResult
 from quicksilver.modules.controls import Replay
-from quicksilver.modules.halting import Halting
 from quicksilver.records.identity import Execution, ProtocolName
 from quicksilver.records.record import load_record, record_frame
 from quicksilver.records.stats import paired_records
@@ -193,19 +190,6 @@ def test_progress_runs_from_nothing_to_all_and_never_back(words):
     assert {(p.run, p.runs) for p in seen} == {(0, 2), (1, 2)}
     assert {"load", "calibration", "quality", "null_control", "audit", "writing the record"} <= {p.phase for p in seen}
     assert seen[-1].label == "tiny | file | halting+kv_skipping | all"
-
-
-def test_a_run_that_fails_harms_no_finished_one_and_is_repeated(words, monkeypatch):
-    config = compose([*words, *THRESHOLD])
-    with monkeypatch.context() as patch:
-        patch.setattr(Halting, "choose", Mock(side_effect=QuickSilverError("it failed")))
-        with pytest.raises(QuickSilverError, match="it failed"):
-            ensure([config])
-    runs = Path(config.results_dir) / "runs"
-    assert len(list(runs.glob("[!.]*"))) == 1  # the dense one
-    assert len(list(runs.glob(".drafts/*"))) == 0
-    assert [step.done for step in plan([config]).steps] == [True, False]
-    assert ensure([config])[0].quality.ppl > 1
 
 
 def test_a_damaged_record_stops_the_command_and_is_left_alone(words):

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 import quicksilver
-from quicksilver.runs.composing import check_yaml
+from quicksilver.runs.config import check_yaml
 from quicksilver.runtime.reading import MOST_BYTES, parse_json, read_bytes, read_json
 
 BOMB = "a0: &a0 x\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10))

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from thinning import diagonal
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -118,15 +121,56 @@ def test_what_depends_on_the_data_does_ask(modules: Sequence[RuntimeModule]) -> 
     assert len(found) > len(of_its_own)
 
 
-class Miscounted(TokenPolicy):
+@dataclass
+class Misstated(TokenPolicy):
+    """Halts five tokens of each row, and says something else about them."""
+
+    said: dict[str, int]
+
     def acts_at(self, layer: int) -> bool:
         return layer == 1
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
-        tokens.halt(tokens.active & (view.slots < 5), missing_kv="drop", count_per_row=6)
+        tokens.halt(tokens.active & (view.slots > 0) & (view.slots < 6), missing_kv="drop", **self.said)
 
 
-def test_a_wrong_count_is_no_run() -> None:
+@pytest.mark.parametrize(("said", "message"), [
+    ({"count_per_row": 6}, r"halt\(count_per_row=6\)"),
+    ({"count_per_row": 5, "oldest_from": 0}, r"halt\(oldest_from=0\)"),
+    ({"count_per_row": 5, "oldest_from": 2}, r"halt\(oldest_from=2\)"),
+])  # fmt: skip
+def test_a_wrong_statement_is_no_run(said: dict[str, int], message: str) -> None:
     model = tiny.load("llama")
-    with torch.inference_mode(), apply(model, [Miscounted()]), pytest.raises(RuntimeError, match=r"halt\(count_per_row=6\)"):
+    with torch.inference_mode(), apply(model, [Misstated(said)]), pytest.raises(RuntimeError, match=message):
         model(torch.arange(2, 34).view(2, 16))
+
+
+@pytest.mark.parametrize("missing_kv", ["drop", "project", "zero", "copy"])
+@pytest.mark.parametrize("resume_layers", [0, 1])
+@given(dropped=st.integers(1, 6), first=st.integers(0, 3), last=st.integers(1, 5))
+def test_the_oldest_are_cut_out_whole(missing_kv: str, resume_layers: int, dropped: int, first: int, last: int) -> None:
+    """Without sorting or picking tokens one by one; with the same answer and the same cache."""
+    model, ids = tiny.load("llama"), torch.arange(2, 34).view(2, 16)
+    stages = [OLDEST | {"count": dropped}, {"before": 2, "rest": True, "missing_kv": missing_kv}]
+
+    def answer(oldest: bool) -> tuple[torch.Tensor, ...]:
+        module = StagedHalting(stages=stages, protect_first=first, protect_last=last, resume_layers=resume_layers)
+        with torch.inference_mode(), apply(model, [module]) as run, pytest.MonkeyPatch.context() as patch:
+            if oldest:  # sorting would fail
+                patch.setattr("quicksilver.runtime.executions.join_kv", None)
+            else:
+                patch.setattr(StagedHalting, "halts_oldest", lambda self, layer: False)
+            found = model(ids, use_cache=True)
+            after = model(ids[:, :1], use_cache=True, past_key_values=found.past_key_values)
+            return (
+                found.logits,
+                after.logits,
+                *(part for layer in found.past_key_values.layers for part in layer.padded()),
+                run.flops,
+            )
+
+    *cut, cut_flops = answer(oldest=True)
+    *picked, picked_flops = answer(oldest=False)
+    assert cut_flops == picked_flops
+    for one, other in zip(cut, picked, strict=True):
+        torch.testing.assert_close(one, other)

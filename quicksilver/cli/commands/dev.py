@@ -100,11 +100,8 @@ class Keep(ResultsFolder):
         write_files((root / INDEX).parent, {(root / INDEX).name: index.encode(), **more})
         for name in mine:
             # The committed one may name records that are replaced; without it, it is written anew.
-            gone = (
-                f"{name.removesuffix(LOCAL_SUFFIX)}.json",
-                *(f"{name}.{suffix}" for suffix in ("md", "csv", "tex", "json", "svg")),
-            )
-            for file in (*gone, *pictures[name]):
+            gone = [f"{name}.{suffix}" for suffix in ("md", "csv", "tex", "json", "svg")]
+            for file in (f"{name.removesuffix(LOCAL_SUFFIX)}.json", *gone, *pictures[name]):
                 (written[name].parent / file).unlink(missing_ok=True)
         size = sum(path.stat().st_size for path in (root / KEPT).rglob("*") if path.is_file())
         if too_large := set(wanted) - {folder.name for folder in kept}:
@@ -267,7 +264,7 @@ def _of_run(overrides: Sequence[str], word: str) -> list[str]:
     from omegaconf.errors import OmegaConfBaseException
 
     from quicksilver.runs.choices import choices
-    from quicksilver.runs.composing import hydra_started
+    from quicksilver.runs.config import hydra_started
 
     key, equals, value = word.partition("=")
     if key == "modules" and equals:  # a list: its last name is completed, which Hydra does not

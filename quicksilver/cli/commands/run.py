@@ -16,8 +16,7 @@ from quicksilver.cli.arguments import Command, SweepOptions, searching
 from quicksilver.cli.main import help_of, say
 from quicksilver.cli.progress import needing, summary, watched
 from quicksilver.models import parallel
-from quicksilver.runs.composing import hydra_started, quoted, searched, with_settings
-from quicksilver.runs.config import RunConfig, compose
+from quicksilver.runs.config import RunConfig, compose, hydra_started, quoted, searched, with_settings
 from quicksilver.runs.tracker import sync_hint
 from quicksilver.runtime.errors import ConfigError
 

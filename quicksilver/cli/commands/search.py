@@ -17,8 +17,7 @@ from quicksilver.cli.progress import progress_bar, width
 from quicksilver.files import check_writable, write_atomically
 from quicksilver.records.identity import Ledger
 from quicksilver.runs.choices import choices
-from quicksilver.runs.composing import searched
-from quicksilver.runs.config import RunConfig, compose, schedules_file
+from quicksilver.runs.config import RunConfig, compose, schedules_file, searched
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.options import Count, InnerShare, Positive, check_positive
 
@@ -380,10 +379,8 @@ def calibration_half(
     extra_dirs, _ = searched(overrides)
     check_context(loaded.model, window_tokens)
     if continued and prompt_tokens > window_tokens - 2:
-        raise ConfigError(
-            f"protocol.prompt_tokens={prompt_tokens}: two tokens at least must follow it in a window of "
-            f"protocol.window_tokens={window_tokens}. Give at most {window_tokens - 2}."
-        )
+        must = f"two tokens at least must follow it in a window of protocol.window_tokens={window_tokens}"
+        raise ConfigError(f"protocol.prompt_tokens={prompt_tokens}: {must}. Give at most {window_tokens - 2}.")
     texts = {name: _part(config, name, "calibration", extra_dirs) for name in datasets}
     evaluation = {}
     for name in choices("dataset", extra_dirs):

@@ -62,7 +62,7 @@ class CacheLayer(DynamicLayer):
         self.seen = self.unmerged_from = self.evicted_at = 0
         self.merged = self.continues = False
         self._real_seen: torch.Tensor | None = None
-        self._uncounted_real = self._rows = 0
+        self._uncounted_real = 0
 
     # -- what there is -----------------------------------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ class CacheLayer(DynamicLayer):
         """(B, 1) long, real tokens seen."""
         if self._uncounted_real:
             if self._real_seen is None:
-                self._real_seen = torch.zeros(self._rows, 1, dtype=torch.long, device=self.device)
+                self._real_seen = torch.zeros_like(self.storage.stored_entries["slots"][:, :1])
             self._real_seen, self._uncounted_real = self._real_seen + self._uncounted_real, 0
         return self._real_seen
 
@@ -157,7 +157,6 @@ class CacheLayer(DynamicLayer):
         both = self.storage.append(keys, values, self.seen)
         if not self.is_initialized:
             self._note(keys)
-        self._rows = keys.shape[0]
         self._uncounted_real += n
         self.seen += n
         return both

@@ -104,8 +104,7 @@ class Storage(ABC):
         self.values: Any = None
         self.present: torch.Tensor | None = None
         self._entries: Entries | None = None
-        self._n_plain = self._first_plain = self._rows = 0
-        self._device: torch.device | None = None
+        self._n_plain = self._first_plain = 0
 
     # -- which entries there are -------------------------------------------------------------------------------------------------
 
@@ -113,8 +112,8 @@ class Storage(ABC):
     def entries(self) -> Entries | None:
         """(B, K) each; None: nothing has been stored."""
         if self._n_plain:
-            slots = torch.arange(self._first_plain, self._first_plain + self._n_plain, device=self._device)
-            self._entries = join_entries(self._entries, {"slots": slots.expand(self._rows, -1)})
+            slots = torch.arange(self._first_plain, self._first_plain + self._n_plain, device=self.keys.device)
+            self._entries = join_entries(self._entries, {"slots": slots.expand(self.keys.shape[0], -1)})
             self._n_plain = 0
         return self._entries
 
@@ -255,8 +254,9 @@ def without_padding(entries: Entries, present: torch.Tensor) -> tuple[Entries, t
 
 
 def own(x: torch.Tensor) -> torch.Tensor:
-    """x without what it is a view of: a fused q, k, v product, or a cache that was longer."""
-    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
+    """x in memory of its own, head after head as `DynamicCache` has it: not a view of a fused q, k, v product, or of a longer cache."""
+    whole = x.contiguous()
+    return whole if whole.untyped_storage().nbytes() == x.nbytes else whole.clone()
 
 
 # -- moving tokens whole -------------------------------------------------------------------------------------------------------------
@@ -313,13 +313,12 @@ class DenseRows(Storage):
         if layout.order is not None:
             keys, values = take_kv(keys, layout.order), take_kv(values, layout.order)
         self._store(layout.entries, layout.valid, keys, values)
-        return keys, values
+        return (keys, values) if self.present is not None else (self.keys, self.values)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, first_slot: int) -> KV:
         if not self._n_plain:
             self._first_plain = first_slot
         self._n_plain += keys.shape[2]  # they are written down when somebody asks
-        self._rows, self._device = keys.shape[0], keys.device
         if self.keys is None:
             self.keys, self.values = both = own(keys), own(values)
         else:  # side by side: no row is padded

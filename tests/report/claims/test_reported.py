@@ -6,12 +6,12 @@ import shlex
 import statistics
 from collections.abc import Mapping
 from inspect import signature
-from pathlib import Path
 from pydoc import locate
 
 import pandas as pd
 import pytest
 import yaml
+from repository import ROOT
 
 from quicksilver.records.times import timed_processes
 from quicksilver.report.claims.ledger import _measurement, standing, told
@@ -22,7 +22,6 @@ from quicksilver.runs.choices import config_dir
 from quicksilver.runs.config import compose
 
 # -- the numbers: each test reads all entries and names the one that fails ---------------------------------------------------------
-ROOT = Path(__file__).resolve().parents[3]
 PAPER = ROOT.parent / "shared" / "paper" / "quicksilver.txt"
 CLAIMS = list(reported().values())
 

@@ -17,9 +17,10 @@ import pandas as pd
 import pytest
 from browser import Page, started
 from harness_world import make_world
+from repository import below
+from saying import unsaid
 from thinning import first
 
-from quicksilver.cli import main as console
 from quicksilver.measure.audit import AuditResult
 from quicksilver.records.identity import ProtocolEntry
 from quicksilver.records.record import CHECKSUM, RECORD, Record, checksum
@@ -154,11 +155,7 @@ def test_links_resolve_and_nothing_is_loaded_from_a_network(site):
 
 def test_the_same_files_give_the_same_bytes_wherever_they_lie(site, copy):
     make(copy)
-    again = copy / "report"
-    assert {path.relative_to(site) for path in site.rglob("*")} == {path.relative_to(again) for path in again.rglob("*")}
-    for path in site.rglob("*"):
-        if path.is_file():
-            assert path.read_bytes() == (again / path.relative_to(site)).read_bytes(), path
+    assert below(copy / "report") == below(site)
 
 
 def test_a_table_of_another_model_is_linked_from_the_default_one_and_back(copy):
@@ -169,9 +166,7 @@ def test_a_table_of_another_model_is_linked_from_the_default_one_and_back(copy):
     make(copy)
     first, there, other = ((copy / "report" / f"{page}.html").read_text() for page in ("index", "table11", name))
     assert f'<a href="{name}.html">{variant.title}</a>' in there
-    assert f'<a href="table11.html">{DEFAULT}</a>' in other
-    assert f"<strong>{variant.title}</strong>" in other
-    assert variant.overrides[0] in other
+    assert unsaid(other, f'<a href="table11.html">{DEFAULT}</a>', f"<strong>{variant.title}</strong>", variant.overrides[0]) == []
     (line,) = [line for line in first.splitlines() if f"{name}.html" in line]
     assert 'href="table11.html"' in line  # in the default's line, not in one of its own
     assert "Model and text" not in (copy / "report" / "figure99.html").read_text()
@@ -185,9 +180,7 @@ def test_a_run_has_its_numbers_config_environment_and_passes(site, records):
 
 
 def test_many_records_that_nothing_names_have_short_pages_and_a_frame(copy, records, monkeypatch):
-    for name in ("tables", "figures"):
-        shutil.rmtree(copy / name)
-    (copy / "claims.json").unlink()
+    without_artefacts(copy)
     monkeypatch.setattr("quicksilver.report.site.pages.ROWS", 2)
     whole, brief = (Site(Collection(copy, most)).contents() for most in (len(records), 2))
     names = {f"runs{part}.html" for part in ("", *(f"-{number}" for number in range(2, (len(records) + 3) // 2)))}
@@ -198,8 +191,7 @@ def test_many_records_that_nothing_names_have_short_pages_and_a_frame(copy, reco
     name, delta = f"runs/{share.fingerprint}.html", f"{100 * (share.quality.ppl / share.dense.ppl - 1):+.2f}%"
     for site, is_whole in ((whole, True), (brief, False)):
         page = site[name].decode()
-        assert delta in page
-        assert "No table or figure names it." in page
+        assert unsaid(page, delta, "No table or figure names it.") == []
         assert ("Window by window" in page) == ('class="interval"' in page) == is_whole
         assert (f"tokens/{share.fingerprint}.html" in site) == is_whole
     frame = pd.read_parquet(io.BytesIO(brief["assets/records.parquet"]))
@@ -242,9 +234,7 @@ def test_a_models_name_loads_nothing_and_tells_no_folder(copy, records):
         text = page.read_text(encoding="utf-8")
         assert "somebody" not in text, page
         assert not [name for name in Links(page).loaded if "example.org" in name], page
-    text = (copy / "report" / "runs" / f"{record.fingerprint}.html").read_text(encoding="utf-8")
-    assert "a run of mine" in text
-    assert "text.txt was read" in text
+    assert unsaid(page_of(copy, record), "a run of mine", "text.txt was read") == []
 
 
 @pytest.mark.parametrize(("said", "shown"), [
@@ -339,50 +329,49 @@ def test_a_board_has_of_each_method_what_no_other_setting_beats_with_its_far_con
     assert [entry.place for entry in boards([few, cheap])[0].entries] == [UNSEEN, UNSEEN]  # one alone beats nobody
 
 
-def test_an_added_record_is_on_the_leaderboard_of_whoever_has_the_repository(copy, records, capsys):
-    for name in ("tables", "figures"):
-        shutil.rmtree(copy / name)
-    (copy / "claims.json").unlink()
-    added = records["share"]
-    assert console.main(["dev", "keep", f"add=[{added.fingerprint}]", f"results_dir={copy}"]) == 0
-    assert f"added {added.fingerprint}: {added.label}" in capsys.readouterr().out
+def test_an_added_record_is_on_the_leaderboard_of_whoever_has_the_repository(copy, records, prints):
+    without_artefacts(copy)
+    added, keep = records["share"], lambda *words, code=0: prints("dev", "keep", *words, f"results_dir={copy}", code=code)
+    assert f"added {added.fingerprint}: {added.label}" in keep(f"add=[{added.fingerprint}]").out
     index = copy / "records" / "answers.json"
     remembered = RecordIndex(copy).index() | {"answers": {"row": {"fingerprint": added.fingerprint}}}
     index.write_text(json.dumps(remembered))
-    assert console.main(["dev", "keep", f"add=[{added.fingerprint}]", f"results_dir={copy}"]) == 0
+    keep(f"add=[{added.fingerprint}]")
     assert json.loads(index.read_text())["answers"].items() >= remembered["answers"].items()
-    assert console.main(["dev", "keep", f"results_dir={copy}"]) == 0  # it stays
+    keep()  # it stays
     assert json.loads((copy / "records" / "added.json").read_text()) == {"records": [added.fingerprint]}
     shutil.rmtree(copy / "runs")
     make(copy)
     page = (copy / "report" / "leaderboard.html").read_text()
-    assert f"runs/{added.fingerprint}.html" in page
+    assert unsaid(page, f"runs/{added.fingerprint}.html", added.environment.cpu) == []
     assert records["signal.random"].fingerprint not in page
-    assert added.environment.cpu in page
-    assert console.main(["dev", "keep", "add=[0123456789]", f"results_dir={copy}"]) == 2
-    assert f"cp -r FOLDER/results/runs/0123456789 {copy / 'runs'}/" in capsys.readouterr().err
+    assert f"cp -r FOLDER/results/runs/0123456789 {copy / 'runs'}/" in keep("add=[0123456789]", code=2).err
 
 
 # --- what is missing --------------------------------------------------------------------------------------------------------------
-def report(results: Path) -> int:
-    return console.main(["report", f"results_dir={results}"])
-
-
-def test_a_record_of_few_windows_has_its_page_without_an_interval(copy, records, monkeypatch):
-    monkeypatch.setattr("quicksilver.report.site.collection.MIN_WINDOWS", 9)
+def without_artefacts(results: Path) -> None:
+    """Leave the records alone: no table, no figure, no ledger."""
     for name in ("tables", "figures"):
-        shutil.rmtree(copy / name)
-    assert report(copy) == 0
-    page = (copy / "report" / "runs" / f"{records['share'].fingerprint}.html").read_text()
-    assert "8 windows are too few for an interval" in page
+        shutil.rmtree(results / name)
+    (results / "claims.json").unlink()
+
+
+def page_of(results: Path, record: Record) -> str:
+    return (results / "report" / "runs" / f"{record.fingerprint}.html").read_text(encoding="utf-8")
+
+
+def test_a_record_of_few_windows_has_its_page_without_an_interval(copy, records, prints, monkeypatch):
+    monkeypatch.setattr("quicksilver.report.site.collection.MIN_WINDOWS", 9)
+    without_artefacts(copy)
+    prints("report", f"results_dir={copy}")
+    assert "8 windows are too few for an interval" in page_of(copy, records["share"])
 
 
 def test_a_missing_record_is_named_with_the_command_that_makes_it(copy, records, prints):
     gone = records["signal.random"].fingerprint
     shutil.rmtree(copy / "runs" / gone)
     said = prints("report", f"results_dir={copy}", code=1).err
-    assert gone[:12] in said
-    assert "quicksilver reproduce table 11" in said
+    assert unsaid(said, gone[:12], "quicksilver reproduce table 11") == []
     built = copy / "report"
     # Only the beginning of its name is known from the notes, all of it from the frame.
     assert "there is no such record" in (built / "runs" / f"{gone}.html").read_text(encoding="utf-8")
@@ -402,12 +391,10 @@ def test_a_foreign_or_damaged_record_is_named_and_all_others_have_their_pages(co
     path = copy / "runs" / record.fingerprint / RECORD
     path.write_text(json.dumps({} if damage is None else json.loads(path.read_text()) | damage))
     heard = prints("report", f"results_dir={copy}", code=1).err
-    assert said in heard
-    assert record.fingerprint in heard
+    assert unsaid(heard, said, record.fingerprint) == []
     assert (copy / "report" / "figure99.html").is_file()
-    assert (copy / "report" / "runs" / f"{record.fingerprint}.html").is_file()
-    other = copy / "report" / "runs" / f"{records['share'].fingerprint}.html"
-    assert "Window by window" in other.read_text(encoding="utf-8")
+    assert page_of(copy, record)
+    assert "Window by window" in page_of(copy, records["share"])
 
 
 def test_a_record_that_only_the_ledger_names_has_its_page(copy, records):
@@ -427,9 +414,7 @@ def test_a_damaged_file_of_a_record_costs_its_pages_and_no_other(copy, records, 
     path.write_bytes(b"\0" * path.stat().st_size)
     _, problems = make(copy)
     assert any(f"{name} is not the file that was recorded" in problem.what for problem in problems)
-    page = (report / "runs" / f"{record.fingerprint}.html").read_text(encoding="utf-8")
-    assert f"{name} is not the file" in page
-    assert "quicksilver reproduce table 11" in page
+    assert unsaid(page_of(copy, record), f"{name} is not the file", "quicksilver reproduce table 11") == []
     assert not pages or not (report / pages / f"{record.fingerprint}.html").exists()
     assert (report / "tokens" / f"{records['all'].fingerprint}.html").is_file()
     assert (report / "explorer.html").is_file()
@@ -460,14 +445,14 @@ def test_a_damaged_table_is_named_and_the_rest_is_there(copy, content):
     assert "figure99.png" in (copy / "report" / "figure99.html").read_text(encoding="utf-8")
 
 
-def test_without_any_table_or_record_the_report_that_is_there_stays(copy, tmp_path, capsys, prints):
+def test_without_any_table_or_record_the_report_that_is_there_stays(copy, tmp_path, refused):
     """As in a fresh clone: tables and report are committed, records are not."""
-    assert report(tmp_path) == report(tmp_path / "nowhere") == 2
-    assert "quicksilver reproduce table 11" in capsys.readouterr().err
+    for empty, command in ((tmp_path, "table 11"), (tmp_path / "nowhere", "all")):
+        assert f"quicksilver reproduce {command}" in refused("report", f"results_dir={empty}")
     make(copy)
     before = (copy / "report" / "index.html").read_bytes()
     shutil.rmtree(copy / "runs")
-    assert "quicksilver reproduce all" in prints("report", f"results_dir={copy}", code=2).err
+    assert "quicksilver reproduce all" in refused("report", f"results_dir={copy}")
     assert (copy / "report" / "index.html").read_bytes() == before
 
 
@@ -485,8 +470,7 @@ def test_a_folder_of_somebody_else_or_a_link_is_left_alone(copy, victim, prints)
     (copy / "report").mkdir()
     (copy / "report" / "thesis.tex").write_text("x")
     assert "thesis" not in (said := prints("report", f"results_dir={copy}", code=2).err)
-    assert str(copy / "report") in said
-    assert "Move" in said
+    assert unsaid(said, str(copy / "report"), "Move") == []
     assert [path.name for path in (copy / "report").iterdir()] == ["thesis.tex"]
     (copy / "report").rename(copy / "mine")
     (copy / "report").symlink_to(copy / "mine")
@@ -720,8 +704,7 @@ def test_a_token_answers_to_pointer_and_keyboard(browser, site, records):
     fused = next(i for i, states in enumerate(view["states"]) if "F" in states)
     ActionChains(browser).move_to_element(page.find(f"#token-{fused}")).perform()
     detail = page.text("#detail")
-    assert f"token {fused}, prompt" in detail
-    assert "carried by" in detail
+    assert unsaid(detail, f"token {fused}, prompt", "carried by") == []
     letters = view["states"][fused]
     assert f"computed\n{sum(letter in 'CWRN' for letter in letters)} of {LAYERS} layers" in detail
     assert f"K/V entries\n{sum(letter in 'CKR' for letter in letters)} of {LAYERS} layers" in detail
@@ -770,10 +753,8 @@ def test_a_slider_moves_from_record_to_record(browser, site, records):
     row = sweep["records"][page("return current")]
     assert row["fingerprint"] == records["signal.random"].fingerprint
     shown = page.text("#result")
-    assert row["fingerprint"][:12] in shown
-    assert f"{row['delta_ppl_pct'][0]:+.2f}%" in shown
-    assert f"{row['executed_flops_saved_pct']:+.1f}%" in shown
-    assert "not timed" in shown
+    assert unsaid(shown, row["fingerprint"][:12], f"{row['delta_ppl_pct'][0]:+.2f}%") == []
+    assert unsaid(shown, f"{row['executed_flops_saved_pct']:+.1f}%", "not timed") == []
     # No record has random at the smaller share: the slider moves to drift, and says so.
     page.choose(f"#option-{share}", sweep["options"][share]["values"].index("0.2"))
     assert sweep["records"][page("return current")]["fingerprint"] == records["share"].fingerprint

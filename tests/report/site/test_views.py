@@ -11,6 +11,7 @@ from browser import Page, started
 from harness_world import TREEBANK_WORDS, make_treebank, make_world
 from hypothesis import given
 from hypothesis import strategies as st
+from saying import unsaid
 
 from quicksilver.measure.generation import GREEDY, TEXTS
 from quicksilver.records.record import Record
@@ -58,8 +59,7 @@ def test_the_page_shows_text_as_text(results):
     folder, run, _ = results
     index, _ = make(folder)
     page = (index.parent / "texts" / f"{run.fingerprint}.html").read_text()
-    assert "<mark> &lt;script&gt;alert(1)&lt;/script&gt;</mark>" in page
-    assert "<mark> &amp; b</mark>" in page
+    assert unsaid(page, "<mark> &lt;script&gt;alert(1)&lt;/script&gt;</mark>", "<mark> &amp; b</mark>") == []
     assert "<script>alert" not in page
     assert page.count("once") == 59  # and the white space after it
     assert f"texts/{run.fingerprint}.html" in (index.parent / "texts.html").read_text()
@@ -231,6 +231,5 @@ def test_search_filter_sort_and_compare(page):
     compared = js("return document.getElementById('comparison').innerText")
     lines = [re.split(r"\t", line) for line in compared.splitlines()]
     assert lines[0][1:3] == ["a", "b"]
-    assert ["tau_drift", "p10", "p40", ""] in lines
-    assert ["ppl", "3.5", "12.0", "8.5"] in lines
+    assert unsaid(lines, ["tau_drift", "p10", "p40", ""], ["ppl", "3.5", "12.0", "8.5"]) == []
     assert not any(line[0] == "seed" for line in lines)  # the same in both

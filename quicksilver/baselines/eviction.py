@@ -9,10 +9,8 @@ from typing import ClassVar, Literal
 import torch
 
 from quicksilver.modules.signals import lowest, slot_draw
-from quicksilver.runtime.module import EvictionPolicy, SpanPolicy
+from quicksilver.runtime import CacheView, EvictionPolicy, Span, SpanPolicy
 from quicksilver.runtime.options import Count, Positive
-from quicksilver.runtime.view import CacheView
-from quicksilver.runtime.visibility import Span
 
 
 @dataclass(kw_only=True)
@@ -37,10 +35,7 @@ class HeavyHitter(EvictionPolicy):
     criterion: Literal["attention", "random"] = "attention"
     seed: Count = 0
     priority: ClassVar[int] = 20
-
-    @property
-    def causal(self) -> bool:
-        return False
+    causal = False
 
     def null(self, seed: int) -> HeavyHitter:
         return replace(self, criterion="random", seed=seed)

@@ -14,11 +14,9 @@ from quicksilver.modules.checks import layer_after
 from quicksilver.modules.controls import StaticDepth
 from quicksilver.modules.halting import HaltingPolicy, fill_up
 from quicksilver.modules.signals import AttentionReceived
-from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime import Architecture, ConfigError, LayerView, TokenState
 from quicksilver.runtime.options import Count, Fractions, Positive, Share, between, check_number, is_list
-from quicksilver.runtime.pass_state import MissingKV, TokenState
-from quicksilver.runtime.view import LayerView
+from quicksilver.runtime.pass_state import MissingKV
 
 
 @dataclass(kw_only=True)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import nn
 
-from quicksilver.modules.kernels import replaced_linears
-from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.errors import ConfigError, KernelError, installing
-from quicksilver.runtime.module import NumberFormat, Transform
+from quicksilver.modules.kernels import exchange, replaced_linears
+from quicksilver.runtime import Architecture, ConfigError, Transform
+from quicksilver.runtime.errors import KernelError, installing
 from quicksilver.runtime.quantized.kernels import DYNAMIC_INT8, Product, weight_of
 from quicksilver.runtime.quantized.linear import where_it_runs
 
@@ -27,33 +26,24 @@ class BFloat16(Transform):
     What differs: nothing; buffers (rotary frequencies) stay as they are. Under `model.dtype=bfloat16` dense means just this.
     """
 
-    @property
-    def number_format(self) -> NumberFormat:
-        return "bfloat16"
+    number_format = "bfloat16"
 
     @contextmanager
     def applied(self, architecture: Architecture) -> Iterator[None]:
         # Parameters are exchanged, not converted: the dense model that takes turns with this one shares them.
-        originals: list[tuple[nn.Module, str, nn.Parameter]] = []
         made: dict[int, nn.Parameter] = {}  # tied weights stay tied
-        head = architecture.model.get_output_embeddings()
-        # Of a slice, (B, 1, D) with the strides of the prompt, torch 2.13 makes a batched product and copies the weights for each sequence.
-        contiguous = None if head is None else head.register_forward_pre_hook(lambda _, args: tuple(x.contiguous() for x in args))
-        try:
+        with ExitStack() as stack:
+            # Of a slice, (B, 1, D) with the strides of the prompt, torch 2.13 makes a batched product and copies the weights for each sequence.
+            if (head := architecture.model.get_output_embeddings()) is not None:
+                stack.enter_context(head.register_forward_pre_hook(lambda _, args: tuple(x.contiguous() for x in args)))
             for module in architecture.model.modules():
                 for name, parameter in module._parameters.items():
                     if parameter is None or not parameter.is_floating_point():
                         continue
                     if id(parameter) not in made:
                         made[id(parameter)] = nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=False)
-                    originals.append((module, name, parameter))
-                    module._parameters[name] = made[id(parameter)]
+                    exchange(stack, module, name, made[id(parameter)])
             yield
-        finally:
-            if contiguous is not None:
-                contiguous.remove()
-            for module, name, parameter in originals:
-                module._parameters[name] = parameter
 
 
 @dataclass(kw_only=True)
@@ -78,6 +68,7 @@ class Int8Dynamic(Transform):
     """
 
     backend: Literal["torch", "torchao"] = "torch"
+    number_format = "integer"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,10 +79,6 @@ class Int8Dynamic(Transform):
     @property
     def kernel(self) -> str:
         return " and ".join(self._ran) or "not run yet"
-
-    @property
-    def number_format(self) -> NumberFormat:
-        return "integer"
 
     def applied(self, architecture: Architecture) -> AbstractContextManager[None]:
         return replaced_linears(architecture, self._product)

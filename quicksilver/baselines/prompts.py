@@ -11,9 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from quicksilver.modules.signals import lowest, slot_draw
-from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.module import Transform
+from quicksilver.runtime import Architecture, ConfigError, Transform
 from quicksilver.runtime.options import Count, Positive, check_count, check_number
 
 
@@ -69,6 +67,7 @@ class PromptTruncation(Transform):
     which: Literal["last", "ends", "random"] = "last"
     seed: Count = 0
     changes_weights: ClassVar[bool] = False
+    causal = False  # whether a token is cut depends on the prompt's length
 
     def __post_init__(self) -> None:
         if isinstance(self.keep, int) and not isinstance(self.keep, bool):
@@ -76,10 +75,6 @@ class PromptTruncation(Transform):
         elif check_number("keep", self.keep, 0.0, 1.0) == 0:
             raise ConfigError(f"keep={self.keep!r} leaves no prompt: give a share such as 0.6, or a number of tokens.")
         super().__post_init__()
-
-    @property
-    def causal(self) -> bool:
-        return False  # whether a token is cut depends on the prompt's length
 
     def null(self, seed: int) -> PromptTruncation:
         return replace(self, which="random", seed=seed)
@@ -105,8 +100,8 @@ class PromptTruncation(Transform):
         base = architecture.base
         cut = _Cut(self, inspect.signature(base.forward))
         with ExitStack() as stack:
-            stack.callback(base.register_forward_pre_hook(cut.before, with_kwargs=True).remove)
-            stack.callback(base.register_forward_hook(cut.after).remove)
+            stack.enter_context(base.register_forward_pre_hook(cut.before, with_kwargs=True))
+            stack.enter_context(base.register_forward_hook(cut.after))
             yield
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.errors import UnsupportedModelError
-from quicksilver.runtime.module import Transform
+from quicksilver.modules.kernels import exchange
+from quicksilver.runtime import Architecture, Transform, UnsupportedModelError
 from quicksilver.runtime.options import Share
+from quicksilver.runtime.quantized.kernels import weight_of
 
 
 @dataclass(kw_only=True)
@@ -39,51 +38,38 @@ class ChannelPruning(Transform):
     def applied(self, architecture: Architecture) -> Iterator[None]:
         if architecture.ranks.size > 1:
             raise UnsupportedModelError("channel_pruning: the model is cut among processes: leave out model.parallel.")
-        exchanged: list[tuple[Any, dict[str, Any]]] = []
-        try:
+        lost = 0
+        with ExitStack() as stack:
             for layer in range(architecture.n_layers):
                 readers, writer = architecture.residual_readers(layer)[-1][1], architecture.residual_writers(layer)[-1]
-                width = _rows(writer).shape[1]
-                sizes = _rows(writer).double().norm(dim=0)
+                width = weight_of(writer).shape[1]
+                sizes = weight_of(writer).double().norm(dim=0)
                 for reader in readers:
-                    sizes = sizes * _rows(reader).double().reshape(-1, width, architecture.width).norm(dim=(0, 2))
+                    sizes = sizes * weight_of(reader).double().reshape(-1, width, architecture.width).norm(dim=(0, 2))
                 kept = sizes.topk(round((1 - self.share) * width)).indices.sort().values
-                for linear in (*readers, writer):
-                    exchanged.append((linear, dict(linear._parameters)))
-                    _keep(linear, kept, width, columns=linear is writer)
-            lost = sum(old["weight"].numel() - linear.weight.numel() for linear, old in exchanged)
+                lost += sum(_keep(stack, linear, kept, width, columns=linear is writer) for linear in (*readers, writer))
             # The ledger is read after the run as well, so it stays.
             architecture.linear_params_per_layer = architecture.dense_linear_params_per_layer - lost // architecture.n_layers
             yield
-        finally:
-            for linear, parameters in exchanged:
-                linear._parameters.update(parameters)
-                _declare(linear)
 
 
-def _rows(linear: Any) -> torch.Tensor:
-    """Its weight as (outputs, inputs)."""
-    return linear.weight.T if isinstance(linear, Conv1D) else linear.weight
-
-
-def _keep(linear: Any, kept: torch.Tensor, width: int, *, columns: bool) -> None:
-    """Only these of the `width` channels: input columns, or output rows; one map may hold several rows for a channel, `width` apart."""
-    rows = _rows(linear)
+def _keep(stack: ExitStack, linear: Any, kept: torch.Tensor, width: int, *, columns: bool) -> int:
+    """Only these of the `width` channels, until the stack closes: input columns, or output rows; one map may hold several rows for a channel,
+    `width` apart. Returns how many weights are left out."""
+    stack.callback(_declare, linear)  # once the weight is back
+    rows = weight_of(linear)
     places = kept if columns else (kept + width * torch.arange(len(rows) // width, device=kept.device)[:, None]).flatten()
-    rows = rows[:, places] if columns else rows[places]
-    linear._parameters["weight"] = _fixed(rows.T if isinstance(linear, Conv1D) else rows)
+    left = rows[:, places] if columns else rows[places]
+    exchange(stack, linear, "weight", left.T if isinstance(linear, Conv1D) else left)
     if linear.bias is not None and not columns:
-        linear._parameters["bias"] = _fixed(linear.bias[places])
+        exchange(stack, linear, "bias", linear.bias[places])
     _declare(linear)
-
-
-def _fixed(values: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(values.detach().contiguous(), requires_grad=False)
+    return rows.numel() - left.numel()
 
 
 def _declare(linear: Any) -> None:
     """Make its own numbers of inputs and outputs those of its weight."""
-    outputs, inputs = _rows(linear).shape
+    outputs, inputs = weight_of(linear).shape
     if isinstance(linear, Conv1D):
         linear.nx, linear.nf = inputs, outputs
     else:

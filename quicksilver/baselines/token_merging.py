@@ -9,13 +9,10 @@ from typing import Annotated, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
-from quicksilver.modules.checks import by_place, layer_after
+from quicksilver.modules.checks import active_first, by_place, layer_after, own_columns
 from quicksilver.modules.signals import lowest, share_of
-from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.module import TokenPolicy
+from quicksilver.runtime import Architecture, LayerView, TokenPolicy, TokenState
 from quicksilver.runtime.options import Count, Share, between
-from quicksilver.runtime.pass_state import TokenState
-from quicksilver.runtime.view import LayerView
 
 
 @dataclass(kw_only=True)
@@ -48,10 +45,7 @@ class TokenMerging(TokenPolicy):
     protect_last: Count = 1
     lookahead: bool = False
     priority: ClassVar[int] = 30
-
-    @property
-    def causal(self) -> bool:
-        return False
+    causal = False
 
     @property
     def proportional_attention(self) -> bool:
@@ -73,7 +67,7 @@ class TokenMerging(TokenPolicy):
         metric = view.keys.mean(1) if self.metric == "keys" else view.after  # (B, M, d)
         into = match(metric.float(), free, k)
         view.add_signal_flops(into.numel() * into.shape[1] // 2 * metric.shape[-1])  # half the tokens with the other half
-        if bool((into != torch.arange(into.shape[1], device=into.device)).any()):
+        if bool((into != own_columns(into)).any()):
             tokens.fuse(into)
 
 
@@ -88,12 +82,12 @@ def match(metric: torch.Tensor, free: torch.Tensor, k: torch.Tensor) -> torch.Te
     Returns:
         (B, M) long: the column of the last of each token's group, its own where nothing happens.
     """
-    columns = torch.arange(free.shape[1], device=free.device).expand_as(free)
+    columns = own_columns(free)
     nth = free.long().cumsum(1) - 1  # alternating among the free ones, wherever others stand
     a, b = free & (nth % 2 == 0), free & (nth % 2 == 1)
     width = max(1, (free.shape[1] + 1) // 2)
     # (B, W) columns of the members, others behind them
-    at_a, at_b = ((~members).to(torch.uint8).argsort(dim=1, stable=True)[:, :width] for members in (a, b))
+    at_a, at_b = (active_first(members)[0][:, :width] for members in (a, b))
     unit = F.normalize(metric, dim=-1)
     sides = [unit.gather(1, at[..., None].expand(-1, -1, unit.shape[-1])) for at in (at_a, at_b)]
     likeness = sides[0] @ sides[1].transpose(1, 2)  # (B, W, W)

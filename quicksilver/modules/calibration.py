@@ -22,14 +22,10 @@ import torch
 from quicksilver import numerics
 from quicksilver.modules.fitted import FittedFile, model_digest
 from quicksilver.modules.signals import Drift, Entropy, Signal
-from quicksilver.runtime.architecture import Architecture, architecture_of
-from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.module import RuntimeModule, TokenPolicy
+from quicksilver.runtime import Architecture, ConfigError, LayerView, RuntimeModule, TokenPolicy, TokenState, apply
+from quicksilver.runtime.architecture import architecture_of
 from quicksilver.runtime.options import check_number, is_list
-from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.reading import read_json
-from quicksilver.runtime.run import apply
-from quicksilver.runtime.view import LayerView
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -101,7 +97,7 @@ class Calibration(FittedFile):
                     raise ConfigError(f"{key} has {len(row)} values in a layer and the grid {len(self.grid)}")
 
 
-class Calibrated(ABC):
+class Calibrated:
     """A module whose thresholds may be percentiles of what a calibration measured.
 
     Attributes:
@@ -110,14 +106,44 @@ class Calibrated(ABC):
 
     calibration: Calibration | Path | str | None
 
-    @abstractmethod
+    def compared(self) -> Iterable[tuple[Signal, Thresholds | None]]:
+        """Every signal that is compared with thresholds, and these."""
+        return []
+
     def calibration_signals(self) -> list[Signal]:
         """The signals whose percentiles are thresholds and have not been measured; empty where `calibration` is given."""
+        asked = {signal.key: signal for signal, tau in self.compared() if is_percentile(tau)}
+        return list(asked.values()) if self.calibration is None else []
 
-    def resolved(self, name: str, architecture: Architecture, key: str) -> list[float] | None:
-        """The option `name` as one threshold per layer (`resolve_thresholds`); None where it is None."""
-        tau = getattr(self, name)
-        return None if tau is None else resolve_thresholds(name, tau, architecture, self.calibration, key)
+    def resolved(self, name: str, value: Thresholds | None, architecture: Architecture, key: str) -> list[float] | None:
+        """The option `name` as one threshold per layer, length L; None where it is None.
+
+        Args:
+            key: what a percentile is of (`Signal.key`).
+
+        Raises:
+            ConfigError: a list of another length, a percentile without a calibration or with one of another model.
+        """
+        n_layers, calibration = architecture.n_layers, self.calibration
+        if value is None:
+            return None
+        if not isinstance(value, str):
+            values = value if isinstance(value, Sequence) else [value] * n_layers
+            if len(values) != n_layers:
+                found = f"{name} has {len(values)} values and the model has {n_layers} layers"
+                raise ConfigError(f"{found}: give one per layer, or one number.")
+            return [float(v) for v in values]
+        if calibration is None:
+            calibration = shipped_calibration(model_digest(architecture.model))
+        if calibration is None:
+            raise ConfigError(f"{name}={value!r} is a calibrated percentile and there is no calibration: {Calibration.remedy}.")
+        if not isinstance(calibration, Calibration):
+            calibration = Calibration.load(calibration)
+        try:
+            calibration.check(architecture)
+        except ConfigError as error:
+            raise ConfigError(f"{name}={value!r}: {error}") from error
+        return calibration.thresholds(key, float(value[1:]))
 
 
 def shipped_calibration(digest: str) -> Calibration | None:
@@ -162,9 +188,8 @@ def check_thresholds(name: str, value: float | Sequence[float] | str, low: float
         for layer, v in enumerate(value):
             check_number(f"{name}[{layer}]", v, low, high)
     elif isinstance(value, str | bytes):
-        raise ConfigError(
-            f"{name}={value!r} is not a number; give one, a list with one per layer, or a percentile such as 'p25'."
-        )
+        wanted = "give one, a list with one per layer, or a percentile such as 'p25'"
+        raise ConfigError(f"{name}={value!r} is not a number; {wanted}.")
     else:
         check_number(name, value, low, high)
 
@@ -173,48 +198,13 @@ def check_thresholds(name: str, value: float | Sequence[float] | str, low: float
 Thresholds = Annotated[float | Sequence[float] | str, check_thresholds]
 
 
-def resolve_thresholds(
-    name: str, value: Thresholds, architecture: Architecture, calibration: Calibration | Path | str | None, key: str
-) -> list[float]:
-    """`value` as one threshold per layer, length L.
-
-    Args:
-        key: what a percentile is of (`Signal.key`).
-
-    Raises:
-        ConfigError: a list of another length, a percentile without a calibration or with one of another model.
-    """
-    n_layers = architecture.n_layers
-    if not isinstance(value, str):
-        if not isinstance(value, Sequence):
-            return [float(value)] * n_layers
-        if len(value) != n_layers:
-            raise ConfigError(
-                f"{name} has {len(value)} values and the model has {n_layers} layers: give one per layer, or one number."
-            )
-        return [float(v) for v in value]
-    if calibration is None:
-        calibration = shipped_calibration(model_digest(architecture.model))
-    if calibration is None:
-        raise ConfigError(f"{name}={value!r} is a calibrated percentile and there is no calibration: {Calibration.remedy}.")
-    if not isinstance(calibration, Calibration):
-        calibration = Calibration.load(calibration)
-    try:
-        calibration.check(architecture)
-    except ConfigError as error:
-        raise ConfigError(f"{name}={value!r}: {error}") from error
-    return calibration.thresholds(key, float(value[1:]))
-
-
 def thresholds_of(module: object) -> dict[str, list[float]]:
     """What a bound module compares with in each layer, length L each: its attributes `_tau_…`, for the record."""
-    found = {name.lstrip("_"): value for name, value in vars(module).items() if name.startswith("_tau_")}
-    return {name: value for name, value in found.items() if isinstance(value, list)}
+    of_tau = ((name, value) for name, value in vars(module).items() if name.startswith("_tau_"))
+    return {name.removeprefix("_"): value for name, value in of_tau if isinstance(value, list)}
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------------------
-
-
 GRID = tuple(range(1, 100))
 # What halts where the attention of halted tokens is measured.
 HALTED_BY: tuple[Signal, ...] = (Drift("relative"), Entropy("logit_lens"))

@@ -14,10 +14,10 @@ from transformers.pytorch_utils import Conv1D
 
 from quicksilver.modules.calibration import Fitted
 from quicksilver.modules.fitted import check_weights, model_digest
-from quicksilver.runtime.architecture import Architecture, architecture_of
-from quicksilver.runtime.errors import ConfigError, UnsupportedModelError
-from quicksilver.runtime.module import Transform
+from quicksilver.modules.kernels import exchange
+from quicksilver.runtime import Architecture, ConfigError, Transform, architecture_of
 from quicksilver.runtime.options import Share
+from quicksilver.runtime.quantized import kernels
 
 # Energies of products are filed by their binary logarithm, 64 bins an octave, from 2^-80 to 2^48.
 _BINS_PER_OCTAVE, _LOWEST, _HIGHEST = 64, -80, 48
@@ -85,7 +85,7 @@ class ChannelSparsity(Transform, Fitted):
             stack.enter_context(self._basis(architecture))
             energies = [_Energies(weight_of(linear)) for linear in linear_maps(architecture)]
             for linear, energy in zip(linear_maps(architecture), energies, strict=True):
-                stack.callback(linear.register_forward_pre_hook(energy.add).remove)
+                stack.enter_context(linear.register_forward_pre_hook(energy.add))
             run()
         self._thresholds = [energy.thresholds(self.error) for energy in energies]
         self._digest = model_digest(model)
@@ -98,7 +98,7 @@ class ChannelSparsity(Transform, Fitted):
         with ExitStack() as stack:
             stack.enter_context(self._basis(architecture))
             for linear, threshold in zip(linear_maps(architecture), self._thresholds, strict=True):
-                stack.callback(linear.register_forward_pre_hook(self._zeroing(linear, threshold)).remove)
+                stack.enter_context(linear.register_forward_pre_hook(self._zeroing(linear, threshold)))
             yield
 
     def _basis(self, architecture: Architecture) -> Any:
@@ -144,20 +144,14 @@ class _Energies:
 
 
 # -- another orthonormal basis of the residual stream: the same function with other channels ---------------------------------------
-
-
 def linear_maps(architecture: Architecture) -> list[nn.Module]:
     """The linear maps of all decoder layers, and the output head."""
-    inside = [m for layer in architecture.layers for m in layer.modules() if isinstance(m, (nn.Linear, Conv1D))]
-    return [*inside, architecture.output_head]
+    return [*kernels.linears_of(architecture.layers), architecture.output_head]
 
 
 def weight_of(linear: nn.Module) -> torch.Tensor:
     """The weight as (K inputs, M outputs); raises UnsupportedModelError where it is offloaded."""
-    weight = _parameter(linear, "weight")
-    if weight.is_meta:
-        raise UnsupportedModelError("The weights of a linear layer are offloaded and cannot be rotated: load the model whole.")
-    return weight if isinstance(linear, Conv1D) else weight.T
+    return kernels.weight_of(linear).T
 
 
 def principal_components(architecture: Architecture, run: Callable[[], None]) -> torch.Tensor:
@@ -173,7 +167,7 @@ def principal_components(architecture: Architecture, run: Callable[[], None]) ->
 
     with ExitStack() as stack:
         for norm, _ in _norms(architecture):
-            stack.callback(norm.register_forward_pre_hook(add).remove)
+            stack.enter_context(norm.register_forward_pre_hook(add))
         run()
     return torch.linalg.eigh(covariance)[1].flip(1)
 
@@ -201,9 +195,7 @@ def rotated(architecture: Architecture, rotation: torch.Tensor) -> Iterator[None
     with ExitStack() as stack:
 
         def put(module: nn.Module, name: str, value: torch.Tensor) -> None:
-            stack.callback(module._parameters.__setitem__, name, module._parameters.get(name))
-            dtype = _parameter(module, "weight").dtype
-            module._parameters[name] = nn.Parameter(value.to(dtype).contiguous(), requires_grad=False)
+            exchange(stack, module, name, value.to(_parameter(module, "weight").dtype))
 
         def put_linear(linear: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
             if bias is not None:

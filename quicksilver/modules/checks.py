@@ -8,17 +8,15 @@ from typing import Annotated
 
 import torch
 
-from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.view import LayerView
+from quicksilver.runtime import ConfigError, LayerView
 
 
 def check_known_ids(name: str, ids: Iterable[int], vocabulary: int) -> None:
     """Raises ConfigError when one of `ids` is beyond the model's vocabulary: it would never match, and nothing would say so."""
     beyond = [i for i in ids if i >= vocabulary]
     if beyond:
-        raise ConfigError(
-            f"{name} has the token id {beyond[0]}, and the model has {vocabulary} tokens: give ids of its tokenizer."
-        )
+        there = f"the model has {vocabulary} tokens"
+        raise ConfigError(f"{name} has the token id {beyond[0]}, and {there}: give ids of its tokenizer.")
 
 
 def layer_after(fraction: float, n_layers: int) -> int:
@@ -30,37 +28,26 @@ def layer_after(fraction: float, n_layers: int) -> int:
     return max(0, math.floor(fraction * n_layers + 0.5) - 1)
 
 
-# -- tokens by id, by slot, by place: all masks are (B, M) bool --------------------------------------------------------------------
+def layer_to_act(name: str, fraction: float, n_layers: int, act: str) -> int:
+    """`layer_after` of an option; raises ConfigError where no layer follows it to `act` in."""
+    if (layer := layer_after(fraction, n_layers)) >= n_layers - 1:
+        raise ConfigError(f"{name}={fraction!r} leaves none of {n_layers} layers to {act} in: give a smaller fraction.")
+    return layer
 
 
-def by_id(name: str, view: LayerView, ids: Sequence[int]) -> torch.Tensor:
-    """Tokens whose id is in `ids`; raises ConfigError when the model was given embeddings."""
-    if not ids:
-        return torch.zeros_like(view.slots, dtype=torch.bool)
-    if view.input_ids is None:
-        raise ConfigError(
-            f"{name}={list(ids)} selects by token id, but the model was given embeddings: give input_ids, or use a mask."
-        )
-    return torch.isin(view.input_ids, torch.tensor(list(ids), device=view.input_ids.device))
+# -- columns of tokens (B, M) ------------------------------------------------------------------------------------------------------
+def own_columns(like: torch.Tensor) -> torch.Tensor:
+    """(B, M) long, the index of each column."""
+    return torch.arange(like.shape[1], device=like.device).expand(like.shape)
 
 
-def by_slot(name: str, view: LayerView, mask: torch.Tensor | None) -> torch.Tensor:
-    """Tokens whose slot is marked in `mask`: (S,) bool for every row, or (B, S); slots from S on are not marked. Raises
-    ConfigError: a mask with another number of rows than the batch."""
-    if mask is None:
-        return torch.zeros_like(view.slots, dtype=torch.bool)
-    rows = view.slots.shape[0]
-    if mask.dim() == 1:
-        mask = mask.expand(rows, -1)
-    if mask.shape[0] != rows:
-        raise ConfigError(
-            f"{name} has {mask.shape[0]} rows and the batch has {rows}: give (S,) for all rows, or one row per sequence."
-        )
-    # One more column, never marked, stands for all slots beyond the mask.
-    padded = torch.cat([mask.to(view.slots.device), mask.new_zeros(rows, 1).to(view.slots.device)], dim=1)
-    return padded.gather(1, view.slots.clamp(0, mask.shape[1]))
+def active_first(active: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns with the active ones first, in order, and which of those are active: (B, M) each."""
+    order = (~active).to(torch.uint8).argsort(dim=1, stable=True)
+    return order, active.gather(1, order)
 
 
+# -- tokens by place, by id, by slot -----------------------------------------------------------------------------------------------
 def check_mask(name: str, mask: object) -> None:
     """Raises ConfigError unless `mask` is None or a bool tensor of one or two dimensions."""
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.dim() in (1, 2)):
@@ -72,9 +59,38 @@ TokenMask = Annotated[torch.Tensor | None, check_mask]
 
 
 def by_place(view: LayerView, first: int, last: int) -> torch.Tensor:
-    """The first `first` tokens of a sequence (attention sinks) and the last `last` of its prompt.
+    """The first `first` tokens of a sequence (attention sinks) and the last `last` of its prompt: (B, M) bool.
 
     Only a prompt has a known end: outside of one nothing is last.
     """
     chosen = view.slots < first
     return chosen | (view.slots >= view.n_tokens - last) if last and view.is_prompt else chosen
+
+
+def marked(
+    view: LayerView, name: str, ids: Sequence[int], mask: torch.Tensor | None, first: int = 0, last: int = 0
+) -> torch.Tensor:
+    """What the options `NAME_ids` and `NAME_mask` select, beside tokens `by_place`: (B, M) bool.
+
+    Args:
+        mask: by slot, (S,) bool for every row, or (B, S); slots from S on are not marked.
+
+    Raises:
+        ConfigError: ids on a model that was given embeddings, a mask with another number of rows than the batch.
+    """
+    chosen = by_place(view, first, last)
+    if ids:
+        if view.input_ids is None:
+            selects = f"{name}_ids={list(ids)} selects by token id"
+            raise ConfigError(f"{selects}, but the model was given embeddings: give input_ids, or use a mask.")
+        chosen |= torch.isin(view.input_ids, torch.tensor(list(ids), device=view.input_ids.device))
+    if mask is not None:
+        rows, mask = view.slots.shape[0], mask.to(view.slots.device)
+        mask = mask.expand(rows, -1) if mask.dim() == 1 else mask
+        if mask.shape[0] != rows:
+            given = f"{name}_mask has {mask.shape[0]} rows and the batch has {rows}"
+            raise ConfigError(f"{given}: give (S,) for all rows, or one row per sequence.")
+        # One more column, never marked, stands for all slots beyond the mask.
+        padded = torch.cat([mask, mask.new_zeros(rows, 1)], dim=1)
+        chosen |= padded.gather(1, view.slots.clamp(0, mask.shape[1]))
+    return chosen

@@ -7,30 +7,25 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
 
-from quicksilver.modules.checks import check_known_ids
-from quicksilver.modules.halting import HaltingPolicy, fill_up, halted_shares
+from quicksilver.modules.checks import active_first, check_known_ids, own_columns
+from quicksilver.modules.halting import HaltingPolicy, fill_up
 from quicksilver.modules.signals import Random, lowest
-from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.module import EvictionPolicy, MergePolicy, PrecisionExecutor, RuntimeModule, SpanPolicy, TokenPolicy
+from quicksilver.runtime import Architecture, CacheView, ConfigError, KVTranslator, LayerView, RuntimeModule, Span, apply
+from quicksilver.runtime.module import EvictionPolicy, MergePolicy, PrecisionExecutor, SpanPolicy, TokenPolicy
 from quicksilver.runtime.options import Count, Fractions, Share, between, check_choice, check_count, check_token_ids
 from quicksilver.runtime.pass_state import MISSING_KV, Fusion, MissingKV, Precision, TokenState
-from quicksilver.runtime.run import apply
 from quicksilver.runtime.trace import PassTrace, Trace
-from quicksilver.runtime.translation import KVTranslator
-from quicksilver.runtime.view import CacheView, LayerView
-from quicksilver.runtime.visibility import Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+
 # -- halting that reads no state ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(kw_only=True)
 class StaticDepth(HaltingPolicy):
     """Every token stops after the same `depth`, a fraction of the layers: early exit that reads no state. Causal."""
@@ -63,12 +58,8 @@ class RandomHalting(HaltingPolicy):
     seed: Count = 0
     resume_layers: Count = 4
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._random = Random(self.seed)
-
     def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:
-        return eligible & (self._random(view, tokens, eligible) < self.rate)
+        return eligible & (Random(self.seed)(view, tokens, eligible) < self.rate)
 
 
 @dataclass(kw_only=True)
@@ -85,25 +76,19 @@ class ExponentialDecay(HaltingPolicy):
     seed: Count = 0
     window: Fractions = (0.0, 1.0)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._random = Random(self.seed)
-
     @property
     def chooses_causally(self) -> bool:  # type: ignore[override]
         return not self.even
 
     def bind(self, architecture: Architecture) -> None:
         super().bind(architecture)
-        self._halted_shares = halted_shares(
-            "exponential", self.first_layer, self.last_layer, architecture.n_layers, 0.0, self.alpha
-        )
+        self._halted_shares = self.scheduled_shares(architecture.n_layers, "exponential", alpha=self.alpha)
 
     def halted_share_after(self, layer: int) -> float | None:
         return self._halted_shares[layer] if self.even else None
 
     def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:
-        draw = self._random(view, tokens, eligible)
+        draw = Random(self.seed)(view, tokens, eligible)
         if self.even:
             return fill_up(view, tokens, eligible, draw, self._halted_shares[view.layer])
         return eligible & (draw < 1 - math.exp(-self.alpha))
@@ -157,14 +142,12 @@ class WordClassHalting(HaltingPolicy):
         self._tables: list[torch.Tensor] = []
         for name in _WORD_IDS:
             if sets := self._sets(name):
-                raise ConfigError(
-                    f"{name} names {sets[0]}: give ids, quicksilver.data.annotation.token_set({sets[0]!r}, tokenizer)."
-                )
+                instead = f"quicksilver.data.annotation.token_set({sets[0]!r}, tokenizer)"
+                raise ConfigError(f"{name} names {sets[0]}: give ids, {instead}.")
             ids = list(getattr(self, name))
             check_known_ids(name, ids, architecture.vocab_size)
-            self._tables.append(
-                torch.zeros(architecture.vocab_size, dtype=torch.bool).index_fill(0, torch.tensor(ids).long(), True)
-            )
+            table = torch.zeros(architecture.vocab_size, dtype=torch.bool)
+            self._tables.append(table.index_fill(0, torch.tensor(ids).long(), True))
 
     def _sets(self, name: str) -> list[str]:
         """Sets of words that an option names in place of ids; `quicksilver run` puts the ids of the model's tokenizer there."""
@@ -193,11 +176,6 @@ class WordClassHalting(HaltingPolicy):
 
 
 # -- a trace once more -------------------------------------------------------------------------------------------------------------
-
-
-_PREDICT = MISSING_KV.index("predict")
-
-
 @dataclass
 class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
     """The decisions of a saved trace once more: the policy apart from its execution, device and dtype (docs/design.md §4).
@@ -232,8 +210,7 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
 
     @property
     def copies_kv(self) -> bool:
-        copied = MISSING_KV.index("copy")
-        return any(bool(((p.halted_kv == copied) & _halted(p)).any()) for p in self.trace.passes)
+        return any(bool(_halted_by(p, "copy").any()) for p in self.trace.passes)
 
     @property
     def translators(self) -> Mapping[int, KVTranslator]:
@@ -261,14 +238,11 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
 
     def bind(self, architecture: Architecture) -> None:
         if self.trace.n_layers != architecture.n_layers:
-            raise ConfigError(
-                f"The trace has {self.trace.n_layers} layers and this one has {architecture.n_layers}: replay it on the model it was made with."
-            )
+            layers = f"The trace has {self.trace.n_layers} layers and this one has {architecture.n_layers}"
+            raise ConfigError(f"{layers}: replay it on the model it was made with.")
         if self.precision is None and any(p.precisions for p in self.trace.passes):
             raise ConfigError("The trace holds tokens at fewer bits: give Replay(trace, like=modules) the module that did.")
-        predicted = {
-            int(layer) for p in self.trace.passes for layer in p.halt_layer[_halted(p) & (p.halted_kv == _PREDICT)].unique()
-        }
+        predicted = {n for p in self.trace.passes for n in p.halt_layer[_halted_by(p, "predict")].unique().tolist()}
         if predicted - set(self.translators):
             raise ConfigError("The trace holds predicted K/V: give Replay(trace, like=modules) the module that did it.")
         self._loaded = None
@@ -284,17 +258,17 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
             tokens.skip_kv((self._pass.kv_layer.gather(1, view.index) == view.layer) & tokens.active)
         # Fusion comes before halting: what halts here was not merged away here, but the target of a fusion may halt at the same layer.
         for fusion in (f for f in self._pass.fusions if f.layer == view.layer):
-            columns = torch.arange(view.index.shape[1], device=view.index.device).expand_as(view.index)
-            in_view = torch.zeros_like(fusion.into).scatter(1, view.index, columns)  # (B, N): column of the pass -> of the view
+            # (B, N): column of the pass -> of the view
+            in_view = torch.zeros_like(fusion.into).scatter(1, view.index, own_columns(view.index))
             tokens.fuse(in_view.gather(1, fusion.into.gather(1, view.index)), fusion.weight.gather(1, view.index))
         here = self._pass.halt_layer.gather(1, view.index) == view.layer
         how = self._how.gather(1, view.index)
         for code in self._codes:
             mode, resume_layers = divmod(code, self.trace.n_layers + 1)
-            translator = self.translators.get(view.layer) if mode == _PREDICT else None
-            if mode == _PREDICT and translator is None:
-                continue  # nobody halts so here: `bind` has seen to it
-            tokens.halt(here & (how == code), missing_kv=MISSING_KV[mode], resume_layers=resume_layers, translator=translator)
+            missing_kv = MISSING_KV[mode]
+            translator = self.translators.get(view.layer) if missing_kv == "predict" else None
+            if missing_kv != "predict" or translator is not None:  # else nobody halts so here: `bind` has seen to it
+                tokens.halt(here & (how == code), missing_kv=missing_kv, resume_layers=resume_layers, translator=translator)
         for precision in (p for p in self._pass.precisions if p.layer == view.layer):
             for bits in set(precision.bits.unique().tolist()) - {0}:
                 tokens.set_bits(precision.bits.gather(1, view.index) == bits, bits)
@@ -303,10 +277,8 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
         here = [merge.into for merge in self._find(view.pass_index).merges if merge.layer == view.layer]
         if not here:
             return None
-        into = here[0].to(view.slots.device)
-        for later in here[1:]:
-            into = later.to(into.device).gather(1, into)
-        columns = torch.arange(view.slots.shape[1], device=view.slots.device).expand_as(view.slots)
+        into = reduce(lambda so_far, later: later.gather(1, so_far), here).to(view.slots.device)
+        columns = own_columns(view.slots)
         # From slots to the columns of this cache; what is no entry is written to a column of its own.
         at = torch.where(view.present, view.slots, into.shape[1])
         column_of = into.new_zeros(into.shape[0], into.shape[1] + 1).scatter(1, at, columns)
@@ -321,20 +293,17 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
         return gone.gather(1, view.slots.clamp(0, gone.shape[1] - 1)) & view.present
 
     def _find(self, pass_index: int) -> PassTrace:
-        number_in_trace = self.first_pass + pass_index
-        if number_in_trace >= len(self.trace.passes):
-            raise ConfigError(
-                f"The trace has {len(self.trace.passes)} passes and this would be number {number_in_trace + 1}: replay the same batches."
-            )
-        return self.trace.passes[number_in_trace]
+        n, known = self.first_pass + pass_index, len(self.trace.passes)
+        if n >= known:
+            raise ConfigError(f"The trace has {known} passes and this would be number {n + 1}: replay the same batches.")
+        return self.trace.passes[n]
 
     def _load(self, view: LayerView) -> None:
         p = self._find(view.pass_index)
         expected, found = p.valid.sum(1).tolist(), view.n_tokens[:, 0].tolist()
         if expected != found:
-            raise ConfigError(
-                f"Pass {self.first_pass + view.pass_index + 1} of the trace has rows of {expected} tokens, and was given {found}: replay the same batches."
-            )
+            there = f"Pass {self.first_pass + view.pass_index + 1} of the trace has rows of {expected} tokens"
+            raise ConfigError(f"{there}, and was given {found}: replay the same batches.")
         self._pass = p.mapped(lambda tensor: tensor.to(view.index.device))
         # How a token is held while halted, as one number: missing_kv and resume_layers.
         self._how = self._pass.halted_kv.long() * (p.n_layers + 1) + (p.n_layers - self._pass.resume_layer.long())
@@ -348,9 +317,11 @@ def _halted(p: PassTrace) -> torch.Tensor:
     return p.valid & (p.halt_layer < p.n_layers - 1)
 
 
+def _halted_by(p: PassTrace, missing_kv: str) -> torch.Tensor:
+    return _halted(p) & (p.halted_kv == MISSING_KV.index(missing_kv))
+
+
 # -- its decisions on other tokens -------------------------------------------------------------------------------------------------
-
-
 def shuffled(trace: Trace, seed: int, protect_first: int = 4, protect_last: int = 1, parts: int = 1) -> Trace:
     """The same decisions on other tokens: the null at exactly the trace's budget, per layer and row.
 
@@ -386,7 +357,7 @@ def shuffled(trace: Trace, seed: int, protect_first: int = 4, protect_last: int 
         part = (nth - 1) * parts // p.valid.sum(1, keepdim=True).clamp(min=1)  # (B, N)
         draw = (torch.rand(free.shape, generator=generator) + part).masked_fill(~free, parts + 1.0)
         source = draw.argsort(dim=1, stable=True)
-        target = (~free).to(torch.uint8).argsort(dim=1, stable=True)
+        target, _ = active_first(free)
         taken = torch.empty_like(source).scatter(1, target, source)  # (B, N): from which token each has its decisions
         if p.fusions:
             taken = _last_goes_on(p, free, taken)
@@ -400,7 +371,7 @@ def shuffled(trace: Trace, seed: int, protect_first: int = 4, protect_last: int 
 
 def _last_goes_on(p: PassTrace, free: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
     """`taken`, with the last free token of each row going as deep as any: every token that is merged away then has one to go into."""
-    columns = torch.arange(free.shape[1]).expand(free.shape)
+    columns = own_columns(free)
     depth = torch.where(free & (p.fused_layer == p.n_layers - 1).gather(1, taken), p.halt_layer.gather(1, taken), -1)
     deepest = torch.where(depth == depth.amax(1, keepdim=True), columns, -1).amax(1, keepdim=True)
     last = torch.where(free, columns, -1).amax(1, keepdim=True)
@@ -411,8 +382,7 @@ def _last_goes_on(p: PassTrace, free: torch.Tensor, taken: torch.Tensor) -> torc
 
 def _fused_again(p: PassTrace) -> PassTrace:
     """`p` with the fusions that its `fused_layer` asks for."""
-    n = p.valid.shape[1]
-    columns = torch.arange(n).expand(p.valid.shape)
+    n, columns = p.valid.shape[1], own_columns(p.valid)
     fused_layer, size, fusions = p.fused_layer, torch.ones(p.valid.shape), []
     for layer in sorted({fusion.layer for fusion in p.fusions}):
         goes_on = p.valid & (p.halt_layer > layer) & (fused_layer > layer)
@@ -426,8 +396,6 @@ def _fused_again(p: PassTrace) -> PassTrace:
 
 
 # -- the oracle --------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class _LensPrediction(TokenPolicy):
     """Decides nothing: notes by layer which columns of the pass the logit lens predicts what for: (index, predicted), (B, M)."""
@@ -481,9 +449,7 @@ def perfect_exit(
     exits = dataclasses.replace(dense, halt_layer=halt_layer, halted_kv=halted_kv)
     passes, first = [], 0
     for n in pass_tokens:
-        columns: dict[str, Any] = {
-            name: x[:, first : first + n] for name, x in vars(exits).items() if isinstance(x, torch.Tensor)
-        }
-        passes.append(dataclasses.replace(exits, first_column=first, **columns))
+        part = exits.mapped(partial(torch.narrow, dim=1, start=first, length=n))
+        passes.append(dataclasses.replace(part, first_column=first))
         first += n
     return Trace(exits.n_layers, passes)

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from quicksilver.files import write_atomically
-from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime import ConfigError
 from quicksilver.runtime.options import checks_of
 from quicksilver.runtime.placement import whole_parameters
 from quicksilver.runtime.reading import parse_json
@@ -183,17 +183,15 @@ class FittedFile:
         return sorted(MODELS_FOLDER.glob(f"*/{cls.folder}/{name}{cls.suffix}"))
 
     @classmethod
-    def of_model(cls, architecture: Architecture) -> dict[str, Self]:
-        """What ships with this model, by the name of its file."""
+    def of_model(cls, architecture: Architecture, option: str = "") -> dict[str, Self]:
+        """What ships with this model, by the name of its file; raises ConfigError where an `option` asks for it and there is none."""
         digest = model_digest(architecture.model)
-        return {path.stem: one for path in cls.shipped() if (one := cls.load(path)).weights_digest == digest}
-
-    @classmethod
-    def none_ships(cls, option: str, architecture: Architecture) -> ConfigError:
-        """What is said where an option asks for a file of this model and it has none."""
-        there = ", ".join(sorted({path.parents[1].name for path in cls.shipped()})) or "no model"
-        digest = model_digest(architecture.model)
-        return ConfigError(f"{option}: one ships with {there}, none with this model (digest {digest[:12]}…): {cls.remedy}.")
+        found = {path.stem: one for path in cls.shipped() if (one := cls.load(path)).weights_digest == digest}
+        if option and not found:
+            there = ", ".join(sorted({path.parents[1].name for path in cls.shipped()})) or "no model"
+            missing = f"one ships with {there}, none with this model (digest {digest[:12]}…)"
+            raise ConfigError(f"{option}: {missing}: {cls.remedy}.")
+        return found
 
 
 def _content(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -210,8 +208,6 @@ def _tensor_fields(cls: type) -> list[str]:
 
 
 # -- K and V of later layers -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Translator(FittedFile):
     """K and V of later layers from the state a token stopped with: a fitted linear map instead of the layers in between.
@@ -324,25 +320,17 @@ def translator_for(architecture: Architecture, source: str | Path | BoundTransla
     if isinstance(source, BoundTranslator) or str(source) != EMBEDDED:
         bound = source if isinstance(source, BoundTranslator) else Translator.load(source).bound(architecture)
         if bound.source_layer != source_layer:
-            raise ConfigError(
-                f"The translator predicts for tokens that stop before layer {bound.source_layer}, and these stop before layer {source_layer}: "
-                f"stop them there, or {instead}"
-            )
+            predicts = f"The translator predicts for tokens that stop before layer {bound.source_layer}"
+            raise ConfigError(f"{predicts}, and these stop before layer {source_layer}: stop them there, or {instead}")
         return bound
-    own = {found.source_layer: found for found in Translator.of_model(architecture).values()}
-    if not own:
-        raise Translator.none_ships("translator='embedded'", architecture)
+    own = {found.source_layer: found for found in Translator.of_model(architecture, "translator='embedded'").values()}
     if source_layer not in own:
-        raise ConfigError(
-            f"translator='embedded': for this model one from layer {' and '.join(map(str, sorted(own)))} ships, none from layer "
-            f"{source_layer}: stop tokens there, or {instead}"
-        )
+        ships = f"for this model one from layer {' and '.join(map(str, sorted(own)))} ships, none from layer {source_layer}"
+        raise ConfigError(f"translator='embedded': {ships}: stop tokens there, or {instead}")
     return own[source_layer].bound(architecture)
 
 
 # -- the head's input, from states in the middle -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Lens(FittedFile):
     """What the model would predict from a state in the middle, by a linear map for each layer (tuned lens, arXiv 2303.08112).
@@ -384,9 +372,7 @@ class Lens(FittedFile):
 
 def lens_for(architecture: Architecture) -> Lens:
     """The lens that ships with this model; raises ConfigError where none does."""
-    for lens in Lens.of_model(architecture).values():
-        return lens
-    raise Lens.none_ships("entropy=tuned_lens", architecture)
+    return next(iter(Lens.of_model(architecture, "entropy=tuned_lens").values()))
 
 
 def lens_files(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:

@@ -12,19 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds, is_percentile
-from quicksilver.modules.checks import TokenMask, by_id, by_place, by_slot, check_known_ids, layer_after
+from quicksilver.modules.checks import TokenMask, active_first, check_known_ids, layer_to_act, marked, own_columns
 from quicksilver.modules.signals import Random, Signal, lowest, pooled, share_of, slot_draw, without_observers
-from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.module import MergePolicy, TokenPolicy
+from quicksilver.runtime import Architecture, CacheView, ConfigError, LayerView, MergePolicy, TokenPolicy, TokenState
 from quicksilver.runtime.options import Count, Odd, Positive, Share, TokenIds, at_least, between, check_token_ids, is_list
-from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.reading import read_json
-from quicksilver.runtime.view import CacheView, LayerView
 
 # -- joining neighbours ------------------------------------------------------------------------------------------------------------
-
-
 # Rounds of `_grow`. A chain of d neighbours, each closer than the next, takes d rounds by distance. Longer chains (the states of
 # repetitive text converge step by step) are cut at places spread evenly; after three such rounds no two of them are side by side.
 _BY_DISTANCE, _BY_PLACE = 5, 3
@@ -79,20 +73,7 @@ def _grow(distance: torch.Tensor, size: torch.Tensor, max_group: int) -> torch.T
     return joined
 
 
-def own_columns(like: torch.Tensor) -> torch.Tensor:
-    """(B, M) long, the index of each column."""
-    return torch.arange(like.shape[1], device=like.device).expand(like.shape)
-
-
-def active_first(active: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Columns with the active ones first, in order, and which of those are active: (B, M) each."""
-    order = (~active).to(torch.uint8).argsort(dim=1, stable=True)
-    return order, active.gather(1, order)
-
-
 # -- how far apart two tokens are --------------------------------------------------------------------------------------------------
-
-
 DISTANCES = ("l2", "relative", "cosine")
 
 
@@ -121,8 +102,15 @@ class NeighbourDistance(Signal):
         return distance.masked_fill(neighbour == own_columns(neighbour), math.inf)
 
     def pairs(self, view: LayerView, tokens: TokenState) -> torch.Tensor:
-        """The distance of any two tokens: (B, M, M) float32."""
-        return pairwise_distances(self.states(view, tokens), self.kind)
+        """The distance of any two tokens, by one matrix product: (B, M, M) float32."""
+        x = self.states(view, tokens).float()
+        if self.kind == "cosine":
+            unit = F.normalize(x, dim=-1)
+            return 1 - unit @ unit.transpose(1, 2)
+        squares = x.square().sum(-1)
+        distance = (squares[:, :, None] + squares[:, None, :] - 2 * (x @ x.transpose(1, 2))).clamp(min=0).sqrt()
+        norms = squares.sqrt()
+        return distance if self.kind == "l2" else distance / _mean_norm(norms[:, :, None], norms[:, None, :])
 
 
 @dataclass(frozen=True)
@@ -164,24 +152,11 @@ def distance_between(a: torch.Tensor, b: torch.Tensor, kind: str) -> torch.Tenso
     return distance if kind == "l2" else distance / _mean_norm(a.norm(dim=-1), b.norm(dim=-1))
 
 
-def pairwise_distances(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """Distances of `kind` between all rows: (B, M, D) -> (B, M, M) float32, by one matrix product."""
-    x = x.float()
-    if kind == "cosine":
-        unit = F.normalize(x, dim=-1)
-        return 1 - unit @ unit.transpose(1, 2)
-    squares = x.square().sum(-1)
-    distance = (squares[:, :, None] + squares[:, None, :] - 2 * (x @ x.transpose(1, 2))).clamp(min=0).sqrt()
-    return distance if kind == "l2" else distance / _mean_norm(squares.sqrt()[:, :, None], squares.sqrt()[:, None, :])
-
-
 def _mean_norm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return ((a + b) / 2).clamp_min(torch.finfo(torch.float32).tiny)
 
 
 # -- which tokens are never fused --------------------------------------------------------------------------------------------------
-
-
 def occurrences(ids: torch.Tensor, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
     """Tokens of `ids` (B, N) long that are part of one of the sequences: (B, N) bool."""
     found = torch.zeros_like(ids, dtype=torch.bool)
@@ -220,8 +195,6 @@ def _counts(value: Any, rare_below: int) -> torch.Tensor | None:
 
 
 # -- the module --------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(kw_only=True)
 class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
     """Carry neighbours whose states are close on as one super-token, in the slot of the last of them (paper 2.3, App. D, I).
@@ -315,6 +288,7 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
     decode_every: Count = 0
     lookahead: bool = False
     halts: ClassVar[bool] = False
+    causal = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -322,21 +296,18 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
         self._check_rule()
         kind: Any = self.criterion if self.criterion in DISTANCES else "l2"
         self._distance, self._context = NeighbourDistance(kind), ContextDivergence(kind, self.context_window)
-        self._random = Random(self.seed)
 
     def _check_rule(self) -> None:
         if self.rule == "threshold":
             if self.tau_fuse is None:
                 raise ConfigError("rule='threshold' needs tau_fuse: a number, one per layer, or a percentile such as 'p15'.")
             if self.criterion not in DISTANCES and is_percentile(self.tau_fuse):
-                raise ConfigError(
-                    f"criterion={self.criterion!r} has no percentile tau_fuse={self.tau_fuse!r}: give a number, or rule='capacity'."
-                )
+                given = f"criterion={self.criterion!r} has no percentile tau_fuse={self.tau_fuse!r}"
+                raise ConfigError(f"{given}: give a number, or rule='capacity'.")
         if self.tau_attention is not None and (self.rule == "capacity" or self.criterion not in DISTANCES):
-            raise ConfigError(
-                f"tau_attention={self.tau_attention!r} adds pairs that are closer than tau_fuse, and has no meaning with "
-                f"rule={self.rule!r} and criterion={self.criterion!r}: give rule='threshold' and a distance, or leave it out."
-            )
+            adds = f"tau_attention={self.tau_attention!r} adds pairs that are closer than tau_fuse"
+            given = f"has no meaning with rule={self.rule!r} and criterion={self.criterion!r}"
+            raise ConfigError(f"{adds}, and {given}: give rule='threshold' and a distance, or leave it out.")
         if self.max_group is not None and self.rule == "capacity" and self.fused_share > 1 - 1 / self.max_group:
             raise ConfigError(f"fused_share={self.fused_share!r} cannot be reached with max_group={self.max_group}: fuse less.")
 
@@ -344,10 +315,6 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
     def priority(self) -> int:  # type: ignore[override]
         """Before halting (10), or after KV skipping (20), which acts on what has just halted."""
         return 30 if self.first == "halting" else 5
-
-    @property
-    def causal(self) -> bool:
-        return False
 
     @property
     def proportional_attention(self) -> bool:
@@ -365,26 +332,20 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
         observers = (self.attention_queries or 0) if self.criterion == "attention" else 0
         return replace(self, criterion="random", seed=seed, protect_last=max(self.protect_last, observers))
 
-    def calibration_signals(self) -> list[Signal]:
-        asked: list[tuple[Signal, Thresholds | None]] = [(self._context, self.tau_context)]
-        if self.rule == "threshold":
-            asked.append((self._distance, self.tau_fuse))
-        return [] if self.calibration is not None else [signal for signal, tau in asked if is_percentile(tau)]
+    def compared(self) -> list[tuple[Signal, Thresholds | None]]:
+        return [(self._context, self.tau_context), (self._distance, self.tau_fuse if self.rule == "threshold" else None)]
 
     def bind(self, architecture: Architecture) -> None:
-        for name, ids in {
-            "exempt_ids": self.exempt_ids,
-            **{f"anchors[{i}]": anchor for i, anchor in enumerate(self.anchors)},
-        }.items():
-            check_known_ids(name, ids, architecture.vocab_size)
+        check_known_ids("exempt_ids", self.exempt_ids, architecture.vocab_size)
+        for i, anchor in enumerate(self.anchors):
+            check_known_ids(f"anchors[{i}]", anchor, architecture.vocab_size)
         n_layers = architecture.n_layers
-        first = layer_after(self.start, n_layers)
+        first = layer_to_act("start", self.start, n_layers, "fuse")
         self.layers = tuple(range(first, n_layers - 1, self.every)) if self.every else (first,)
-        if first >= n_layers - 1:
-            raise ConfigError(f"start={self.start!r} leaves none of {n_layers} layers to fuse in: give a smaller fraction.")
         self._architecture = architecture
-        self._tau_fuse = self.resolved("tau_fuse", architecture, self._distance.key) if self.rule == "threshold" else None
-        self._tau_context = self.resolved("tau_context", architecture, self._context.key)
+        (context, tau_context), (distance, tau_fuse) = self.compared()
+        self._tau_fuse = self.resolved("tau_fuse", tau_fuse, architecture, distance.key)
+        self._tau_context = self.resolved("tau_context", tau_context, architecture, context.key)
 
     def acts_at(self, layer: int) -> bool:
         return layer in self.layers
@@ -395,7 +356,9 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
     def decide(self, view: LayerView, tokens: TokenState) -> None:
         if view.slots.shape[1] < 2:
             return
-        self._check_group(view)
+        if self.max_group is not None and view.is_prompt and self.max_group > (longest := int(view.n_tokens.max())):
+            larger = f"max_group={self.max_group} is larger than the prompt of {longest} tokens"
+            raise ConfigError(f"{larger}: give at most {longest}, or null.")
         exempt = self.exempt(view)
         neighbour = tokens.left_neighbour()
         received = view.attention_received(self.attention_queries) if self.wants_attention(view.layer) else None
@@ -418,8 +381,7 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
 
     def exempt(self, view: LayerView) -> torch.Tensor:
         """(B, M) bool: never fused."""
-        exempt = by_place(view, self.protect_first, self.protect_last)
-        exempt |= by_id("exempt_ids", view, self.exempt_ids) | by_slot("exempt_mask", view, self.exempt_mask)
+        exempt = marked(view, "exempt", self.exempt_ids, self.exempt_mask, self.protect_first, self.protect_last)
         if not self.anchors and self._counts is None:
             return exempt
         if view.input_ids is None or view.pass_ids is None:
@@ -427,25 +389,17 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
         if self.anchors:
             exempt |= occurrences(view.pass_ids, self.anchors).gather(1, view.index)
         if self._counts is not None:
-            if len(self._counts) < self._architecture.vocab_size:
-                raise ConfigError(
-                    f"token_counts has {len(self._counts)} numbers for {self._architecture.vocab_size} tokens: give one each."
-                )
+            if (found := len(self._counts)) < (needed := self._architecture.vocab_size):
+                raise ConfigError(f"token_counts has {found} numbers for {needed} tokens: give one each.")
             exempt |= self._counts.to(view.input_ids.device)[view.input_ids] < self.rare_below
         return exempt
-
-    def _check_group(self, view: LayerView) -> None:
-        if self.max_group is not None and view.is_prompt and self.max_group > (longest := int(view.n_tokens.max())):
-            raise ConfigError(
-                f"max_group={self.max_group} is larger than the prompt of {longest} tokens: give at most {longest}, or null."
-            )
 
     def _distances(
         self, view: LayerView, tokens: TokenState, received: torch.Tensor | None, neighbour: torch.Tensor
     ) -> torch.Tensor:
         """Of each token and its left neighbour: (B, M)."""
         if self.criterion != "attention":
-            return self._random(view, tokens) if self.criterion == "random" else self._distance(view, tokens)
+            return Random(self.seed)(view, tokens) if self.criterion == "random" else self._distance(view, tokens)
         assert received is not None
         if self.attention_pool > 1:
             received = pooled(received, tokens.active, self.attention_pool)
@@ -497,43 +451,20 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
     def merge_cache(self, view: CacheView) -> torch.Tensor | None:
         if view.layer <= self.layers[0] or view.n_new < self.decode_every:
             return None
-        return merge_new_entries(
-            view, kind="random" if self.criterion == "random" else self._distance.kind, share=self.fused_share,
-            max_group=self.max_group, protect_first=self.protect_first, protect_last=self.protect_last, seed=self.seed,
-        )  # fmt: skip
-
-
-# -- K/V entries, while decoding ---------------------------------------------------------------------------------------------------
-
-
-def merge_new_entries(
-    view: CacheView, *, kind: str, share: float, max_group: int | None, protect_first: int, protect_last: int, seed: int
-) -> torch.Tensor:
-    """Merge those entries that came since the last merge whose keys are closest to their neighbour's.
-
-    Args:
-        kind: of the distance between keys (`NeighbourDistance`), or `random` by `seed`.
-        share: of the new entries, merged into others.
-        max_group: original tokens an entry may stand for; None: any number.
-        protect_first, protect_last: entries of the first slots of the sequence and of its newest tokens are left alone.
-
-    Returns:
-        (B, K) long, as `MergePolicy.merge_cache`.
-    """
-    free = view.present & (view.slots >= view.n_seen - view.n_new) & (view.slots < view.n_seen - protect_last)
-    free &= view.slots >= protect_first
-    columns = own_columns(view.slots)
-    last = torch.where(view.present, columns, -1).cummax(1).values
-    before = F.pad(last[:, :-1], (1, 0), value=-1)
-    eligible = free & (before >= 0)
-    before = before.clamp(min=0)
-    # An entry is beside another only if no halted or skipped token lies between them.
-    beside = view.slots - view.slots.gather(1, before) == view.size.long()
-    eligible &= beside & free.gather(1, before)
-    if kind == "random":
-        distance = slot_draw(seed, view.layer, view.slots)
-    else:
-        keys = view.keys.transpose(1, 2).flatten(2)  # (B, K, H_kv · head_dim)
-        distance = distance_between(keys, keys.gather(1, before[..., None].expand_as(keys)), kind)
-    k = share_of(torch.full_like(view.n_seen, view.n_new), share)
-    return group_closest(distance.masked_fill(~eligible, math.inf), view.present, view.size, max_group, k)
+        free = view.present & (view.slots >= view.n_seen - view.n_new) & (view.slots < view.n_seen - self.protect_last)
+        free &= view.slots >= self.protect_first
+        last = torch.where(view.present, own_columns(view.slots), -1).cummax(1).values
+        before = F.pad(last[:, :-1], (1, 0), value=-1)
+        eligible = free & (before >= 0)
+        before = before.clamp(min=0)
+        # An entry is beside another only if no halted or skipped token lies between them.
+        beside = view.slots - view.slots.gather(1, before) == view.size.long()
+        eligible &= beside & free.gather(1, before)
+        if self.criterion == "random":
+            distance = slot_draw(self.seed, view.layer, view.slots)
+        else:
+            keys = view.keys.transpose(1, 2).flatten(2)  # (B, K, H_kv · head_dim)
+            there = keys.gather(1, before[..., None].expand_as(keys))
+            distance = distance_between(keys, there, self._distance.kind)
+        k = share_of(torch.full_like(view.n_seen, view.n_new), self.fused_share)
+        return group_closest(distance.masked_fill(~eligible, math.inf), view.present, view.size, self.max_group, k)

@@ -13,17 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import torch
 
 from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds, is_percentile
-from quicksilver.modules.checks import TokenMask, by_id, by_place, by_slot, check_known_ids, layer_after
+from quicksilver.modules.checks import TokenMask, check_known_ids, layer_after, marked
 from quicksilver.modules.fitted import EMBEDDED, BoundTranslator, translator_for
 from quicksilver.modules.signals import Drift, Entropy, Position, Signal, SignalSpec, lowest, make_signal, share_of
-from quicksilver.runtime.architecture import Architecture, architecture_of
-from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.module import TokenPolicy
+from quicksilver.runtime import Architecture, ConfigError, KVTranslator, LayerView, TokenPolicy, apply, architecture_of
 from quicksilver.runtime.options import Count, Fractions, Share, TokenIds, between, check_choice, check_count, check_share
 from quicksilver.runtime.pass_state import MissingKV, TokenState
-from quicksilver.runtime.run import apply
-from quicksilver.runtime.translation import KVTranslator
-from quicksilver.runtime.view import LayerView
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -113,16 +108,13 @@ class HaltingPolicy(TokenPolicy):
         last_useful = n_layers - 2 - max(self.resume_layers, self.missing_kv == "predict")
         self.last_layer = min(layer_after(self.window[1], n_layers), last_useful)
         if last_useful < 0:
-            raise ConfigError(
-                f"Nothing would ever halt: the model has {n_layers} layers, and with resume_layers={self.resume_layers} a halted token "
-                f"resumes in all that follow: resume fewer layers, at most {max(0, n_layers - 2)}."
-            )
+            resumed = f"with resume_layers={self.resume_layers} a halted token resumes in all that follow"
+            fewer = f"resume fewer layers, at most {max(0, n_layers - 2)}"
+            raise ConfigError(f"Nothing would ever halt: the model has {n_layers} layers, and {resumed}: {fewer}.")
         if self.first_layer > self.last_layer:
-            raise ConfigError(
-                f"Nothing would ever halt: window={self.window} opens after layer {self.first_layer} of 0 to {n_layers - 1}, "
-                f"and with resume_layers={self.resume_layers} halting after layer {last_useful + 1} or later saves nothing. "
-                "Open the window earlier, or resume fewer layers."
-            )
+            opens = f"window={self.window} opens after layer {self.first_layer} of 0 to {n_layers - 1}"
+            late = f"with resume_layers={self.resume_layers} halting after layer {last_useful + 1} or later saves nothing"
+            raise ConfigError(f"Nothing would ever halt: {opens}, and {late}. Open the window earlier, or resume fewer layers.")
         if self.missing_kv == "predict":
             places = [layer for layer in range(self.first_layer, self.last_layer + 1) if self.acts_at(layer)]
             self._translators = {layer: translator_for(architecture, EMBEDDED, layer + 1) for layer in places}
@@ -131,33 +123,14 @@ class HaltingPolicy(TokenPolicy):
         return self.first_layer <= layer <= self.last_layer
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
-        full = self._full(view)
+        full = marked(view, "full", self.full_ids, self.full_mask, *self.protected_at(view.layer))
+        how: dict[str, Any] = {"missing_kv": self.missing_kv_at(view.layer), "resume_layers": self.resume_layers}
+        how["translator"] = self._translators.get(view.layer)
         if self.forced_ids or self.forced_mask is not None:
-            forced = by_id("forced_ids", view, self.forced_ids) | by_slot("forced_mask", view, self.forced_mask)
-            self._halt(tokens, (tokens.active if full is None else tokens.active & ~full) & forced, view.layer)
-        chosen = self.choose(view, tokens, tokens.active if full is None else tokens.active & ~full)
+            tokens.halt(tokens.active & ~full & marked(view, "forced", self.forced_ids, self.forced_mask), **how)
+        chosen = self.choose(view, tokens, tokens.active & ~full)
         oldest_from = self.protected_at(view.layer)[0] if self.halts_oldest(view.layer) else None
-        self._halt(tokens, chosen, view.layer, self._count_per_row(view, tokens), oldest_from)
-
-    def _full(self, view: LayerView) -> torch.Tensor | None:
-        """(B, M) bool: who goes through all layers; None: nobody by name or place."""
-        protected = self.protected_at(view.layer)
-        if not (any(protected) or self.full_ids or self.full_mask is not None):
-            return None
-        full = by_place(view, *protected)
-        return full | by_id("full_ids", view, self.full_ids) | by_slot("full_mask", view, self.full_mask)
-
-    def _halt(
-        self, tokens: TokenState, mask: torch.Tensor, layer: int, count_per_row: int | None = None, oldest_from: int | None = None
-    ) -> None:
-        tokens.halt(
-            mask,
-            missing_kv=self.missing_kv_at(layer),
-            resume_layers=self.resume_layers,
-            count_per_row=count_per_row,
-            oldest_from=oldest_from,
-            translator=self._translators.get(layer),
-        )
+        tokens.halt(chosen, count_per_row=self._count_per_row(view, tokens), oldest_from=oldest_from, **how)
 
     def protected_at(self, layer: int) -> tuple[int, int]:
         """How many first and how many last tokens do not halt after `layer`."""
@@ -174,6 +147,18 @@ class HaltingPolicy(TokenPolicy):
     def halted_share_after(self, layer: int) -> float | None:
         """Share of a row's tokens that have halted once `choose` was asked after `layer`; None: it depends on the data."""
         return None
+
+    def scheduled_shares(self, n_layers: int, schedule: str, share: float = 0.0, alpha: float = 0.0) -> list[float]:
+        """Share of a row's tokens that shall have halted after each layer, length L, never decreasing; see `Halting`."""
+        opening = self.last_layer - self.first_layer + 1
+
+        def after(steps: int) -> float:  # layers of the window that have decided
+            if schedule == "exponential":
+                return 1 - math.exp(-alpha * steps)
+            return share if schedule == "one_shot" else share * steps / opening
+
+        decided = (min(layer, self.last_layer) - self.first_layer + 1 for layer in range(n_layers))
+        return [after(steps) if steps > 0 else 0.0 for steps in decided]
 
     def _count_per_row(self, view: LayerView, tokens: TokenState) -> int | None:
         """How many tokens of each row `choose` halts, where that follows from shapes alone; None: only the device knows."""
@@ -285,33 +270,28 @@ class Halting(HaltingPolicy, Calibrated):
         share = _TRIED[0] + (save - few) / slope
         if share > _MOST:
             most = few + slope * (_MOST - _TRIED[0])
-            raise ConfigError(
-                f"save={save:g}: halting saves at most {most:.2f} of this model's work in a prompt of {prompt_tokens} tokens. Ask less, or "
-                "open the window earlier: window=(0.1, 0.8)."
-            )
+            work = f"{most:.2f} of this model's work in a prompt of {prompt_tokens} tokens"
+            instead = "Ask less, or open the window earlier: window=(0.1, 0.8)"
+            raise ConfigError(f"save={save:g}: halting saves at most {work}. {instead}.")
         return halting(max(0.0, share))
 
     @property
     def chooses_causally(self) -> bool:  # type: ignore[override]
         return self.rule == "threshold"
 
-    def calibration_signals(self) -> list[Signal]:
-        if self.rule == "capacity" or self.calibration is not None:
-            return []
-        return [s for s, tau in ((self._drift, self.tau_drift), (self._entropy, self.tau_entropy)) if is_percentile(tau)]
+    def compared(self) -> list[tuple[Signal, Thresholds | None]]:
+        return [] if self.rule == "capacity" else [(self._drift, self.tau_drift), (self._entropy, self.tau_entropy)]
 
     def bind(self, architecture: Architecture) -> None:
         super().bind(architecture)
         self._entropy, self._signal = self._entropy.bound(architecture), self._signal.bound(architecture)
         if self.rule == "capacity":
-            self._halted_shares = halted_shares(
-                self.schedule, self.first_layer, self.last_layer, architecture.n_layers, self.halted_share, self.alpha
-            )
+            self._halted_shares = self.scheduled_shares(architecture.n_layers, self.schedule, self.halted_share, self.alpha)
             return
         given = [tau for tau in (self.tau_drift, self.tau_entropy) if tau is not None]
         self._unchecked = all(isinstance(tau, int | float) for tau in given)  # one number for all layers, of any model
-        self._tau_drift = self.resolved("tau_drift", architecture, self._drift.key)
-        self._tau_entropy_nats = self.resolved("tau_entropy", architecture, self._entropy.key)
+        self._tau_drift = self.resolved("tau_drift", self.tau_drift, architecture, self._drift.key)
+        self._tau_entropy_nats = self.resolved("tau_entropy", self.tau_entropy, architecture, self._entropy.key)
         if self._tau_entropy_nats is not None and not is_percentile(self.tau_entropy):
             self._tau_entropy_nats = [tau * UNITS[self.unit] for tau in self._tau_entropy_nats]
 
@@ -335,15 +315,13 @@ class Halting(HaltingPolicy, Calibrated):
             eligible = eligible & (self._drift(view, tokens, eligible) < self._tau_drift[view.layer])
         if self._tau_entropy_nats is not None:
             eligible = eligible & (self._entropy(view, tokens, eligible) < self._tau_entropy_nats[view.layer])
-        if (
-            self._unchecked and view.layer == self.first_layer and eligible.device.type == "cpu"
-        ):  # elsewhere, looking costs a wait
+        # Elsewhere than on a CPU, looking costs a wait.
+        if self._unchecked and view.layer == self.first_layer and eligible.device.type == "cpu":
             self._warn_if_all_halt(tokens, eligible)
         return eligible
 
     def _warn_if_all_halt(self, tokens: TokenState, halting: torch.Tensor) -> None:
-        active = int(tokens.active.sum())
-        if active < _ENOUGH:
+        if (active := int(tokens.active.sum())) < _ENOUGH:
             return
         self._unchecked = False
         if bool(halting[tokens.active].all()):
@@ -374,17 +352,3 @@ def fill_up(view: LayerView, tokens: TokenState, eligible: torch.Tensor, scores:
     merged into others, or halted now (or all eligible are)."""
     halted = view.n_tokens - tokens.active.sum(1, keepdim=True)
     return lowest(scores, eligible, share_of(view.n_tokens, share) - halted)
-
-
-def halted_shares(schedule: str, first: int, last: int, n_layers: int, share: float, alpha: float) -> list[float]:
-    """Share of a row's tokens that shall have halted after each layer, length L, never decreasing; see `Halting`."""
-
-    def after(layer: int) -> float:
-        steps = min(layer, last) - first + 1  # layers of the window that have decided
-        if steps <= 0:
-            return 0.0
-        if schedule == "exponential":
-            return 1 - math.exp(-alpha * steps)
-        return share if schedule == "one_shot" else share * steps / (last - first + 1)
-
-    return [after(layer) for layer in range(n_layers)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quicksilver.runtime.architecture import Architecture
+from quicksilver.runtime import Architecture, Transform
 from quicksilver.runtime.block_attention import attention_in_blocks
 from quicksilver.runtime.errors import KernelError
-from quicksilver.runtime.module import NumberFormat, Transform
+from quicksilver.runtime.module import NumberFormat
 from quicksilver.runtime.options import Positive, check_choice
 from quicksilver.runtime.quantized.kernels import (
     KERNELS,
@@ -69,22 +69,25 @@ class LinearStandIn(nn.Module):
         return out.view(*x.shape[:-1], out.shape[-1])
 
 
+def exchange(stack: ExitStack, module: nn.Module, name: str, values: torch.Tensor) -> None:
+    """Until the stack closes, `values` are the module's parameter of that name; a parameter is taken as it is, so that tied ones stay tied."""
+    stack.callback(module._parameters.__setitem__, name, module._parameters.get(name))
+    if not isinstance(values, nn.Parameter):
+        values = nn.Parameter(values.detach().contiguous(), requires_grad=False)
+    module._parameters[name] = values
+
+
 @contextmanager
 def replaced_linears(architecture: Architecture, product_of: Callable[[nn.Module], Product]) -> Iterator[None]:
     """For the length of the context the linear layers of all decoder layers are computed by other products."""
-    replaced: list[tuple[nn.Module, str, nn.Module]] = []
-    try:
-        for layer in architecture.layers:
-            for parent in list(layer.modules()):
-                for name, child in list(parent.named_children()):
-                    if isinstance(child, (nn.Linear, Conv1D)):
-                        stand_in = LinearStandIn(child, product_of(child))
-                        replaced.append((parent, name, child))
-                        setattr(parent, name, stand_in)
+    with ExitStack() as stack:
+        for parent in [module for layer in architecture.layers for module in layer.modules()]:
+            for name, child in list(parent.named_children()):
+                if isinstance(child, (nn.Linear, Conv1D)):
+                    stand_in = LinearStandIn(child, product_of(child))
+                    stack.callback(setattr, parent, name, child)
+                    setattr(parent, name, stand_in)
         yield
-    finally:
-        for parent, name, child in reversed(replaced):
-            setattr(parent, name, child)
 
 
 @dataclass(kw_only=True)

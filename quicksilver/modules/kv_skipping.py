@@ -7,15 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds, check_thresholds, halted_key, is_percentile
-from quicksilver.modules.checks import TokenMask, by_id, by_place, by_slot, check_known_ids, layer_after
+from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds, check_thresholds, halted_key
+from quicksilver.modules.checks import TokenMask, check_known_ids, layer_to_act, marked
 from quicksilver.modules.signals import AttentionReceived, Signal, lowest, share_of
-from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.module import TokenPolicy
+from quicksilver.runtime import Architecture, ConfigError, LayerView, TokenPolicy, TokenState
 from quicksilver.runtime.options import Count, Positive, Share, TokenIds
-from quicksilver.runtime.pass_state import TokenState
-from quicksilver.runtime.view import LayerView
 
 
 @dataclass(kw_only=True)
@@ -75,19 +71,14 @@ class KVSkipping(TokenPolicy, Calibrated):
     def follows_halting(self) -> bool:
         return self.criterion != "attention"
 
-    def calibration_signals(self) -> list[Signal]:
-        asked = self.criterion != "halted" and is_percentile(self.tau_kv) and self.calibration is None
-        return [self._attention] if asked else []
+    def compared(self) -> list[tuple[Signal, Thresholds | None]]:
+        return [] if self.criterion == "halted" else [(self._attention, self.tau_kv)]
 
     def bind(self, architecture: Architecture) -> None:
         check_known_ids("keep_ids", self.keep_ids, architecture.vocab_size)
-        self.first_layer = layer_after(self.min_depth, architecture.n_layers)
-        if self.first_layer >= architecture.n_layers - 1:
-            raise ConfigError(
-                f"min_depth={self.min_depth!r} leaves none of {architecture.n_layers} layers to skip K/V in: give a smaller fraction."
-            )
+        self.first_layer = layer_to_act("min_depth", self.min_depth, architecture.n_layers, "skip K/V")
         if self.criterion != "halted":
-            self._tau_kv = self.resolved("tau_kv", architecture, halted_key(self._attention.key))
+            self._tau_kv = self.resolved("tau_kv", self.tau_kv, architecture, halted_key(self._attention.key))
 
     def acts_at(self, layer: int) -> bool:
         once = self.criterion == "attention" and self.skipped_share is not None
@@ -98,8 +89,7 @@ class KVSkipping(TokenPolicy, Calibrated):
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
         eligible = tokens.active if self.criterion == "attention" else tokens.newly_halted
-        eligible = eligible & ~(by_place(view, self.protect_first, self.protect_last) | by_id("keep_ids", view, self.keep_ids))
-        eligible &= ~by_slot("keep_mask", view, self.keep_mask)
+        eligible = eligible & ~marked(view, "keep", self.keep_ids, self.keep_mask, self.protect_first, self.protect_last)
         if self.criterion != "halted":
             received = self._attention(view, tokens, eligible)
             if self.criterion == "attention" and self.skipped_share is not None:

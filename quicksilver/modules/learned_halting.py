@@ -11,11 +11,10 @@ import torch
 
 from quicksilver.modules.fitted import EMBEDDED, MODELS_FOLDER, FittedFile, translator_files, translator_for
 from quicksilver.modules.halting import HaltingPolicy
-from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.errors import ConfigError, UnavailableError
+from quicksilver.runtime import Architecture, ConfigError, LayerView, TokenState
+from quicksilver.runtime.errors import UnavailableError
 from quicksilver.runtime.options import Count, check_number
-from quicksilver.runtime.pass_state import MissingKV, TokenState
-from quicksilver.runtime.view import LayerView
+from quicksilver.runtime.pass_state import MissingKV
 
 PLACE_FEATURES = 2
 
@@ -55,9 +54,8 @@ class TrainedGates(FittedFile):
         self.check_tensors({"weight": (n, *self.weight.shape[1:2]), "bias": (n,), "place": (n, PLACE_FEATURES)})
         layers = list(self.layers)
         if not layers or layers != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < self.n_layers - 1:
-            raise ConfigError(
-                f"Gates after layers {layers} of {self.n_layers}: give layers in ascending order, from 0 to {self.n_layers - 2}."
-            )
+            found = f"Gates after layers {layers} of {self.n_layers}"
+            raise ConfigError(f"{found}: give layers in ascending order, from 0 to {self.n_layers - 2}.")
         if unknown := sorted(set(self.predicts) - set(self.layers)):
             raise ConfigError(f"predicts={list(self.predicts)}: no gate stands after layer {unknown[0]}; there are {layers}.")
 
@@ -118,9 +116,8 @@ class LearnedHalting(HaltingPolicy):
         if self._seen is None:
             self.missing_kv = found.missing_kv
         if len(self._thresholds) not in (1, len(found.layers)):
-            raise ConfigError(
-                f"threshold has {len(self._thresholds)} numbers, and there are {len(found.layers)} gates: give one or as many."
-            )
+            given = f"threshold has {len(self._thresholds)} numbers"
+            raise ConfigError(f"{given}, and there are {len(found.layers)} gates: give one or as many.")
         predicts = found.predicts if self._seen is None else ()
         each = self._thresholds * (len(found.layers) if len(self._thresholds) == 1 else 1)
         cuts = torch.tensor(each, dtype=torch.float64).logit().tolist()  # at 0 nobody halts, at 1 everybody
@@ -128,14 +125,10 @@ class LearnedHalting(HaltingPolicy):
         super().bind(architecture)
         self._translators |= {layer: translator_for(architecture, EMBEDDED, layer + 1) for layer in predicts}
         # A predicted token goes on to a layer that is not predicted.
-        last = architecture.n_layers - 3
-        beyond = [
-            layer for layer in found.layers if layer > (min(self.last_layer, last) if layer in predicts else self.last_layer)
-        ]
-        if beyond:
-            raise ConfigError(
-                f"Gates after layers {beyond} save nothing with resume_layers={self.resume_layers}: resume fewer layers."
-            )
+        last, last_predicted = self.last_layer, min(self.last_layer, architecture.n_layers - 3)
+        if beyond := [layer for layer in found.layers if layer > (last_predicted if layer in predicts else last)]:
+            with_them = f"with resume_layers={self.resume_layers}"
+            raise ConfigError(f"Gates after layers {beyond} save nothing {with_them}: resume fewer layers.")
 
     def _found(self, architecture: Architecture) -> TrainedGates:
         if self._gates is not None:
@@ -143,9 +136,7 @@ class LearnedHalting(HaltingPolicy):
         source = str(self.gates)
         if _files(source) == [Path(source)]:
             return TrainedGates.load(source)
-        own = TrainedGates.of_model(architecture)
-        if not own:
-            raise TrainedGates.none_ships(f"gates={source!r}", architecture)
+        own = TrainedGates.of_model(architecture, f"gates={source!r}")
         if source not in own:
             raise ConfigError(f"gates={source!r}: there are {', '.join(own)}; or {TrainedGates.remedy}.")
         return own[source]
@@ -190,10 +181,8 @@ def gate_files(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:
     paths = _files(str(source), model_folder)
     named = paths not in ([], [Path(source)])
     if named and model_folder.parent == MODELS_FOLDER and not any(path.is_relative_to(model_folder) for path in paths):
-        remedy = TrainedGates.remedy
-        raise UnavailableError(
-            f"gates={str(source)!r}: none ship with {model_folder.name}.", f"{remedy[:1].upper()}{remedy[1:]}."
-        )
+        missing, remedy = f"gates={str(source)!r}: none ship with {model_folder.name}.", TrainedGates.remedy
+        raise UnavailableError(missing, f"{remedy[:1].upper()}{remedy[1:]}.")
     if entry.get("missing_kv") is None and any(TrainedGates.load(path).predicts for path in paths):
         paths += translator_files({"missing_kv": "predict"}, model_folder)
     return paths

@@ -11,18 +11,14 @@ from typing import Annotated, ClassVar, Literal
 import torch
 
 from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds, is_percentile
-from quicksilver.modules.checks import TokenMask, by_id, by_place, by_slot, check_known_ids, layer_after
+from quicksilver.modules.checks import TokenMask, check_known_ids, layer_to_act, marked
 from quicksilver.modules.halting import UNITS
 from quicksilver.modules.signals import Entropy, Random, Signal
-from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime import Architecture, ConfigError, LayerView, TokenPolicy, TokenState
 from quicksilver.runtime.ledger import BETA, BETA_APP_J
-from quicksilver.runtime.module import TokenPolicy
 from quicksilver.runtime.options import Count, Positive, Share, TokenIds, check_number, is_list
-from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.quantized.codes import UNTOUCHED, WIDTHS
 from quicksilver.runtime.quantized.linear import IntegerExecutor, SimulatedExecutor
-from quicksilver.runtime.view import LayerView
 
 BETAS = {"bits_over_16": BETA, "app_j": BETA_APP_J}
 
@@ -105,15 +101,14 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
                 raise ConfigError(f"bits={self.bits} and mix={list(self.mix)} are mutually exclusive: remove one.")
         if self.protected_bits not in (8, 16):
             raise ConfigError(f"protected_bits={self.protected_bits!r} protects nothing: give 8 (R.2) or 16.")
-        self._entropy, self._random = Entropy(self.source), Random(self.seed)
+        self._entropy = Entropy(self.source)
         self._check_thresholds()
         self._executor = self._make_executor()
 
     def _check_thresholds(self) -> None:
         if self.normalisation != "none" and self.unit != "nats":
-            raise ConfigError(
-                f"unit={self.unit!r} has no effect with normalisation={self.normalisation!r}: thresholds are shares then."
-            )
+            given = f"unit={self.unit!r} has no effect with normalisation={self.normalisation!r}"
+            raise ConfigError(f"{given}: thresholds are shares then.")
         for name, tau in (("tau_low", self.tau_low), ("tau_high", self.tau_high)):
             if is_percentile(tau) and self.normalisation == "minmax":
                 raise ConfigError(f"{name}={tau!r}: normalisation='minmax' scales each batch anew: give a number.")
@@ -126,9 +121,8 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
         if integers and weights == "float":
             raise ConfigError("execution='int8' multiplies integers: give weights='int8' or 'token', or execution='simulate'.")
         if self.scope == "residual" and (integers or weights != "float"):
-            raise ConfigError(
-                f"scope='residual' has nothing to multiply with execution={self.execution!r}, weights={weights!r}: give scope='linear'."
-            )
+            given = f"execution={self.execution!r}, weights={weights!r}"
+            raise ConfigError(f"scope='residual' has nothing to multiply with {given}: give scope='linear'.")
         return (IntegerExecutor if integers else SimulatedExecutor)(
             scope=self.scope, weights=weights, group_size=self.group_size, kv=self.kv, kv_group_size=self.kv_group_size,
             beta=BETAS[self.beta],
@@ -147,17 +141,13 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
     def precision(self) -> SimulatedExecutor:
         return self._executor
 
-    def calibration_signals(self) -> list[Signal]:
-        asked = is_percentile(self.tau_low) or is_percentile(self.tau_high)
-        return [self._entropy] if asked and self.rule == "entropy" and self.calibration is None else []
+    def compared(self) -> list[tuple[Signal, Thresholds]]:
+        return [(self._entropy, tau) for tau in (self.tau_low, self.tau_high) if self.rule == "entropy"]
 
     def bind(self, architecture: Architecture) -> None:
-        n_layers = architecture.n_layers
         self._entropy = self._entropy.bound(architecture)
         check_known_ids("protected_ids", self.protected_ids, architecture.vocab_size)
-        self.first_layer = layer_after(self.depth, n_layers)
-        if self.first_layer >= n_layers - 1:
-            raise ConfigError(f"depth={self.depth!r} leaves no layer of {n_layers} to hold tokens in: give a smaller fraction.")
+        self.first_layer = layer_to_act("depth", self.depth, architecture.n_layers, "hold tokens")
         self._executor.forget()
         if self.rule != "entropy":
             return
@@ -166,11 +156,11 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
             outcomes = {"histogram": self._entropy.bins, "latent": architecture.width}
             self._divisor = math.log(outcomes.get(self.source, architecture.vocab_size))
 
-        def resolve(name: str) -> list[float]:
-            values = self.resolved(name, architecture, self._entropy.key) or []
-            return [value / self._divisor for value in values] if is_percentile(getattr(self, name)) else values
+        def resolve(name: str, tau: Thresholds) -> list[float]:
+            values = self.resolved(name, tau, architecture, self._entropy.key) or []
+            return [value / self._divisor for value in values] if is_percentile(tau) else values
 
-        self._tau_low, self._tau_high = resolve("tau_low"), resolve("tau_high")
+        self._tau_low, self._tau_high = resolve("tau_low", self.tau_low), resolve("tau_high", self.tau_high)
         _in_order(self._tau_low, self._tau_high)
 
     def acts_at(self, layer: int) -> bool:
@@ -180,8 +170,7 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
         assigned = self._assigned(view, tokens)
         possible = set(self.widths) if self.bits is None else {self.bits}
         if self.protect_first or self.protected_ids or self.protected_mask is not None:
-            protected = by_place(view, self.protect_first, 0) | by_id("protected_ids", view, self.protected_ids)
-            protected |= by_slot("protected_mask", view, self.protected_mask)
+            protected = marked(view, "protected", self.protected_ids, self.protected_mask, self.protect_first)
             assigned = torch.where(protected, assigned.clamp(min=self.protected_bits), assigned)
             possible.add(self.protected_bits)
         for width in sorted(possible):
@@ -194,7 +183,7 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
             return torch.full_like(view.slots, self.bits, dtype=torch.uint8)
         widths = torch.tensor(self.widths, dtype=torch.uint8, device=view.slots.device)
         if self.mix is not None:
-            draw = self._random(view, tokens)
+            draw = Random(self.seed)(view, tokens)
             bounds = torch.tensor(self.mix, device=draw.device).cumsum(0)[:-1]
             return widths[torch.bucketize(draw, bounds, right=True)]
         entropy = self._entropy(view, tokens) / self._divisor

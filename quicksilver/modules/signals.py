@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
 
+from quicksilver.modules.checks import active_first
 from quicksilver.modules.fitted import TUNED_LENS, Lens, lens_for
-from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime import ConfigError, LayerView, TokenState
 from quicksilver.runtime.options import Count, Odd, Options, Positive, at_least, check_choice
-from quicksilver.runtime.pass_state import TokenState
-from quicksilver.runtime.view import LayerView
 
 if TYPE_CHECKING:
     from quicksilver.runtime.architecture import Architecture
@@ -116,11 +115,9 @@ class Entropy(Signal):
         return LensEntropy(self.of, self.bins, lens_for(architecture), architecture) if self.of == TUNED_LENS else self
 
     def score(self, view: LayerView, tokens: TokenState, where: torch.Tensor) -> torch.Tensor:
-        if self.of == TUNED_LENS:
-            raise ConfigError(f"entropy={TUNED_LENS} is for halting and quantization, which know their model: take another here.")
-        if self.of == "logit_lens":
+        if self.of in ("logit_lens", TUNED_LENS):
             scores = torch.full(where.shape, math.inf, device=where.device)
-            scores[where] = view.logit_entropy_nats(where)
+            scores[where] = view.logit_entropy_nats(where, self.head_input(view))
             return scores
         states = view.after.float()
         if self.of == "latent":
@@ -133,6 +130,12 @@ class Entropy(Signal):
         p = counts.scatter_add_(-1, bin_of, torch.ones_like(states)) / states.shape[-1]
         return torch.special.entr(p).sum(-1)
 
+    def head_input(self, view: LayerView) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """What the head is given for states (K, D) of this layer; None: their final norm. Raises ConfigError: a lens of no model."""
+        if self.of == TUNED_LENS:
+            raise ConfigError(f"entropy={TUNED_LENS} is for halting and quantization, which know their model: take another here.")
+        return None
+
 
 @dataclass(frozen=True)
 class LensEntropy(Entropy):
@@ -141,16 +144,14 @@ class LensEntropy(Entropy):
     lens: Lens | None = None
     architecture: Architecture | None = None
 
-    def score(self, view: LayerView, tokens: TokenState, where: torch.Tensor) -> torch.Tensor:
-        def head_input(hidden: torch.Tensor) -> torch.Tensor:
+    def head_input(self, view: LayerView) -> Callable[[torch.Tensor], torch.Tensor]:
+        def from_lens(hidden: torch.Tensor) -> torch.Tensor:
             assert self.lens is not None
             assert self.architecture is not None  # `bound` gives both
             view.add_signal_flops(2 * hidden.shape[0] * hidden.shape[1] ** 2)
             return self.lens.head_input(self.architecture, view.layer, hidden)
 
-        scores = torch.full(where.shape, math.inf, device=where.device)
-        scores[where] = view.logit_entropy_nats(where, head_input)
-        return scores
+        return from_lens
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ def without_observers(received: torch.Tensor, tokens: TokenState, queries: int) 
 
 def pooled(scores: torch.Tensor, taking_part: torch.Tensor, size: int) -> torch.Tensor:
     """The greatest of the `size` scores (B, M) of at least 0 around each of the tokens taking part, (B, M) bool, counted among these."""
-    order = (~taking_part).to(torch.uint8).argsort(dim=1, stable=True)
+    order, _ = active_first(taking_part)
     packed = scores.masked_fill(~taking_part, 0.0).gather(1, order)
     greatest = F.max_pool1d(packed[:, None], size, stride=1, padding=size // 2)[:, 0]
     return torch.zeros_like(scores).scatter(1, order, greatest)

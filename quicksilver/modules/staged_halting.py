@@ -11,28 +11,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 import yaml
 
-from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds, is_percentile, resolve_thresholds
+from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds
 from quicksilver.modules.checks import layer_after
 from quicksilver.modules.fitted import EMBEDDED, BoundTranslator, FittedFile, Translator, translator_files, translator_for
 from quicksilver.modules.halting import HaltingPolicy
 from quicksilver.modules.signals import Position, Signal, SignalSpec, lowest, make_signal, share_of
-from quicksilver.runtime.architecture import Architecture
-from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.module import TokenPolicy
+from quicksilver.runtime import Architecture, ConfigError, KVTranslator, LayerView, TokenPolicy, TokenState
 from quicksilver.runtime.options import Count, InnerShare, Options, Positive, Share, check_choice, check_count, check_number
-from quicksilver.runtime.pass_state import MissingKV, TokenState
+from quicksilver.runtime.pass_state import MissingKV
 from quicksilver.runtime.reading import read_bytes
-from quicksilver.runtime.translation import KVTranslator
-from quicksilver.runtime.view import LayerView
+
 
 # -- stages ------------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Stage(Options):
     """One stage of halting.
@@ -110,8 +105,13 @@ class Stage(Options):
         free = max(0, n_tokens - halted - self.protected)
         if self.rest:
             return free
-        wanted = share_in_tiles(torch.tensor([[n_tokens]]), self.share or 0.0, self.multiple_of)
-        return min(free, int(wanted) if self.count is None else self.count)
+        return min(free, int(self.wanted(torch.tensor([[n_tokens]]))))
+
+    def wanted(self, n_tokens: torch.Tensor) -> torch.Tensor:
+        """How many tokens `count` or `share` asks for, of rows of n_tokens (B, 1) long: (B, 1) long."""
+        if self.count is not None:
+            return torch.full_like(n_tokens, self.count)
+        return share_in_tiles(n_tokens, self.share or 0.0, self.multiple_of)
 
     def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor, below: float | None) -> torch.Tensor:
         """Which of the `eligible` (B, M) bool halt: (B, M) bool. below: the threshold as a number, where there is one."""
@@ -121,12 +121,7 @@ class Stage(Options):
         scores = signal(view, tokens, eligible)
         if below is not None:
             return eligible & (scores < below)
-        k = (
-            torch.full_like(view.n_tokens, self.count)
-            if self.count is not None
-            else share_in_tiles(view.n_tokens, self.share or 0.0, self.multiple_of)
-        )
-        return lowest(scores, eligible, k)
+        return lowest(scores, eligible, self.wanted(view.n_tokens))
 
 
 def share_in_tiles(n_tokens: torch.Tensor, share: float, multiple_of: int) -> torch.Tensor:
@@ -136,46 +131,6 @@ def share_in_tiles(n_tokens: torch.Tensor, share: float, multiple_of: int) -> to
         return wanted
     left = (n_tokens - wanted + multiple_of // 2) // multiple_of * multiple_of
     return n_tokens - left.clamp(min=multiple_of).minimum(n_tokens)
-
-
-def stages_of(
-    value: Sequence[Stage | Mapping], *, missing_kv: str, protect_first: int, protect_last: int | None
-) -> tuple[Stage, ...]:
-    """The stages that a configuration gives, with the module's options where they give none.
-
-    Args:
-        protect_last: None: 1, or 0 where all stages are causal.
-
-    Raises:
-        ConfigError: what `Stage` refuses; an unknown option; stages out of order; shares that add up to more than all;
-            a stage after one that halts the rest.
-    """
-    if not value:
-        raise ConfigError("stages=[] names no stage: give one or more, such as [{before: 3, count: 96, signal: position}].")
-    stages = [_stage(i, entry) for i, entry in enumerate(value)]
-    last = (0 if all(stage.causal for stage in stages) else 1) if protect_last is None else protect_last
-    made: list[Stage] = []
-    # From the last: what a later stage protects must still be there then.
-    wanted_first, wanted_last = 0, 0
-    for i, stage in reversed(list(enumerate(stages))):
-        wanted_first = max(wanted_first, protect_first if stage.protect_first is None else stage.protect_first)
-        wanted_last = max(wanted_last, last if stage.protect_last is None else stage.protect_last)
-        seen = missing_kv if stage.missing_kv is None else stage.missing_kv
-        if (seen == "predict") != (stage.translator is not None):
-            raise ConfigError(
-                f"stages[{i}]: missing_kv={seen!r} needs a translator: give translator=embedded or the path of a fitted one."
-                if seen == "predict"
-                else f"stages[{i}]: translator={str(stage.translator)!r} has no effect with missing_kv={seen!r}: remove one."
-            )
-        made.insert(0, replace(stage, missing_kv=cast(MissingKV, seen), protect_first=wanted_first, protect_last=wanted_last))
-    if (shares := sum(stage.share or 0.0 for stage in made)) > 1 + 1e-9:
-        raise ConfigError(f"The shares of the stages add up to {shares:g}, more than all tokens: give at most 1 together.")
-    for i, (one, two) in enumerate(pairwise(made)):
-        if one.rest:
-            raise ConfigError(f"stages[{i}] halts the rest, so stages[{i + 1}] has no tokens left: remove one.")
-        if isinstance(one.before, float) == isinstance(two.before, float) and one.before >= two.before:
-            raise _out_of_order(i, one, two)
-    return tuple(made)
 
 
 def _stage(i: int, entry: Stage | Mapping[str, Any]) -> Stage:
@@ -193,43 +148,11 @@ def _stage(i: int, entry: Stage | Mapping[str, Any]) -> Stage:
 
 
 def _out_of_order(i: int, one: Stage, two: Stage) -> ConfigError:
-    return ConfigError(
-        f"stages[{i}] has before={one.before} and stages[{i + 1}] has before={two.before}: give stages in order of depth, "
-        "one a layer."
-    )
-
-
-def layers_of(stages: Sequence[Stage], n_layers: int, resume_layers: int) -> list[int]:
-    """For each stage the first layer that its tokens do not go through, in a model of `n_layers`. Raises ConfigError: a stage
-    that leaves no layer to save, two stages of one layer or out of order in this model."""
-    last = n_layers - 1 - resume_layers
-    layers = [stage.layer(n_layers) for stage in stages]
-    for i, (stage, layer) in enumerate(zip(stages, layers, strict=True)):
-        if not 1 <= layer <= last:
-            resumed = f" and tokens resume in the last {resume_layers}" if resume_layers else ""
-            raise ConfigError(
-                f"stages[{i}]: before={stage.before} is layer {layer}, where halting saves nothing: the model has layers 0 to "
-                f"{n_layers - 1}{resumed}, so give a layer from 1 to {last}."
-            )
-        if i and layer <= layers[i - 1]:
-            raise _out_of_order(i - 1, stages[i - 1], stage)
-    return layers
-
-
-def halted_before(stages: Sequence[Stage], index: int, n_tokens: int) -> int | None:
-    """How many tokens of a row of `n_tokens` the stages before `index` have halted; None: that depends on the data."""
-    halted = 0
-    for stage in stages[:index]:
-        amount = stage.amount(n_tokens, halted)
-        if amount is None:
-            return None
-        halted += amount
-    return halted
+    given = f"stages[{i}] has before={one.before} and stages[{i + 1}] has before={two.before}"
+    return ConfigError(f"{given}: give stages in order of depth, one a layer.")
 
 
 # -- the module --------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(kw_only=True)
 class StagedHalting(HaltingPolicy, Calibrated):
     """Tokens of a prompt halt in stages, each with its own layer, amount, signal and `missing_kv`.
@@ -258,10 +181,37 @@ class StagedHalting(HaltingPolicy, Calibrated):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._stages = stages_of(
-            self.stages, missing_kv=self.missing_kv, protect_first=self.protect_first, protect_last=self.protect_last
-        )
+        if not self.stages:
+            raise ConfigError("stages=[] names no stage: give one or more, such as [{before: 3, count: 96, signal: position}].")
+        self._stages = self._completed([_stage(i, entry) for i, entry in enumerate(self.stages)])
         self._numbers: dict[int, int] = {}  # of the stages, by the layer that each is decided after
+        if (shares := sum(stage.share or 0.0 for stage in self._stages)) > 1 + 1e-9:
+            raise ConfigError(f"The shares of the stages add up to {shares:g}, more than all tokens: give at most 1 together.")
+        for i, (one, two) in enumerate(pairwise(self._stages)):
+            if one.rest:
+                raise ConfigError(f"stages[{i}] halts the rest, so stages[{i + 1}] has no tokens left: remove one.")
+            if isinstance(one.before, float) == isinstance(two.before, float) and one.before >= two.before:
+                raise _out_of_order(i, one, two)
+
+    def _completed(self, stages: Sequence[Stage]) -> list[Stage]:
+        """The stages, with the module's options where they give none."""
+        first, last = self.protect_first, self.protect_last
+        if last is None:
+            last = 0 if all(stage.causal for stage in stages) else 1
+        made: list[Stage] = []
+        # From the last: what a later stage protects must still be there then.
+        wanted_first, wanted_last = 0, 0
+        for i, stage in reversed(list(enumerate(stages))):
+            wanted_first = max(wanted_first, first if stage.protect_first is None else stage.protect_first)
+            wanted_last = max(wanted_last, last if stage.protect_last is None else stage.protect_last)
+            seen = self.missing_kv if stage.missing_kv is None else stage.missing_kv
+            if (seen == "predict") != (stage.translator is not None):
+                wrong = f"translator={str(stage.translator)!r} has no effect with missing_kv={seen!r}: remove one."
+                if stage.translator is None:
+                    wrong = f"missing_kv={seen!r} needs a translator: give translator=embedded or the path of a fitted one."
+                raise ConfigError(f"stages[{i}]: {wrong}")
+            made.insert(0, replace(stage, missing_kv=seen, protect_first=wanted_first, protect_last=wanted_last))
+        return made
 
     @property
     def chooses_causally(self) -> bool:  # type: ignore[override]
@@ -275,13 +225,19 @@ class StagedHalting(HaltingPolicy, Calibrated):
     def copies_kv(self) -> bool:
         return any(stage.missing_kv == "copy" for stage in self._stages)
 
-    def calibration_signals(self) -> list[Signal]:
-        if self.calibration is not None:
-            return []
-        return [signal for stage in self._stages if is_percentile(stage.below) and (signal := stage.score) is not None]
+    def compared(self) -> list[tuple[Signal, Thresholds | None]]:
+        return [(signal, stage.below) for stage in self._stages if (signal := stage.score) is not None]
 
     def bind(self, architecture: Architecture) -> None:
-        layers = layers_of(self._stages, architecture.n_layers, self.resume_layers)
+        n_layers, last = architecture.n_layers, architecture.n_layers - 1 - self.resume_layers
+        layers = [stage.layer(n_layers) for stage in self._stages]
+        for i, (stage, layer) in enumerate(zip(self._stages, layers, strict=True)):
+            if not 1 <= layer <= last:
+                resumed = f" and tokens resume in the last {self.resume_layers}" if self.resume_layers else ""
+                there = f"the model has layers 0 to {n_layers - 1}{resumed}, so give a layer from 1 to {last}"
+                raise ConfigError(f"stages[{i}]: before={stage.before} is layer {layer}, where halting saves nothing: {there}.")
+            if i and layer <= layers[i - 1]:
+                raise _out_of_order(i - 1, self._stages[i - 1], stage)
         self._numbers = {layer - 1: i for i, layer in enumerate(layers)}
         self._tau_below: dict[int, float] = {}
         for layer, i in self._numbers.items():
@@ -289,8 +245,8 @@ class StagedHalting(HaltingPolicy, Calibrated):
             if stage.missing_kv == "predict":
                 self._translators[layer] = translator_for(architecture, stage.translator or EMBEDDED, layer + 1)
             if stage.below is not None and stage.score is not None:
-                taus = resolve_thresholds(f"stages[{i}].below", stage.below, architecture, self.calibration, stage.score.key)
-                self._tau_below[layer] = taus[layer]
+                taus = self.resolved(f"stages[{i}].below", stage.below, architecture, stage.score.key)
+                self._tau_below[layer] = taus[layer] if taus else 0.0
 
     def required_layers(self) -> frozenset[int]:
         return frozenset(self._numbers)
@@ -315,9 +271,18 @@ class StagedHalting(HaltingPolicy, Calibrated):
 
     def halted_of(self, layer: int, n_tokens: int, n_left: int) -> int | None:
         i = self._numbers[layer]
-        before = halted_before(self._stages, i, n_tokens)
+        before = self._halted_before(i, n_tokens)
         # Another module may have halted tokens that this stage protects: then only the device knows how many are left.
         return self._stages[i].amount(n_tokens, before) if before is not None and n_left == n_tokens - before else None
+
+    def _halted_before(self, index: int, n_tokens: int) -> int | None:
+        """How many tokens of a row of `n_tokens` the stages before `index` have halted; None: that depends on the data."""
+        halted = 0
+        for stage in self._stages[:index]:
+            if (amount := stage.amount(n_tokens, halted)) is None:
+                return None
+            halted += amount
+        return halted
 
     def _count_per_row(self, view: LayerView, tokens: TokenState) -> int | None:
         # Outside of a prompt (`lookahead`) the protected tokens are not in the pass.
@@ -328,18 +293,15 @@ class StagedHalting(HaltingPolicy, Calibrated):
         stage = self._stages[i]
         if view.is_prompt and stage.count is not None:
             n_tokens = int(view.n_tokens.min()) if view.tokens_per_row is None else view.tokens_per_row
-            halted = halted_before(self._stages, i, n_tokens)
+            halted = self._halted_before(i, n_tokens)
             if halted is not None and stage.count > (free := n_tokens - halted - stage.protected):
-                raise ConfigError(
-                    f"stages[{i}]: count={stage.count} is more than a prompt of {n_tokens} tokens has left: {halted} have halted before "
-                    f"and {stage.protect_first}+{stage.protect_last} are protected. Give at most {max(0, free)}, or a share."
-                )
+                wanted = f"stages[{i}]: count={stage.count} is more than a prompt of {n_tokens} tokens has left"
+                gone = f"{halted} have halted before and {stage.protect_first}+{stage.protect_last} are protected"
+                raise ConfigError(f"{wanted}: {gone}. Give at most {max(0, free)}, or a share.")
         return stage.choose(view, tokens, eligible, self._tau_below.get(view.layer))
 
 
 # -- two stages, chosen for a model ------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Schedule(Options):
     """Which tokens of a prompt stop where.
@@ -366,9 +328,8 @@ class Schedule(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.drop_before >= self.predict_before:
-            raise ConfigError(
-                f"drop_before={self.drop_before} and predict_before={self.predict_before}: drop earlier than you predict."
-            )
+            given = f"drop_before={self.drop_before} and predict_before={self.predict_before}"
+            raise ConfigError(f"{given}: drop earlier than you predict.")
 
     def __str__(self) -> str:
         dropped = f"{100 * self.drop_share:.3g}% d@{self.drop_before} + " if self.drop_share else ""
@@ -473,6 +434,7 @@ class PresetHalting(TokenPolicy):
     translator: str | Path = "embedded"
     lookahead: bool = False
     priority: ClassVar[int] = 10
+    causal = False
 
     def __post_init__(self) -> None:
         self._halting: StagedHalting | None = None
@@ -483,10 +445,6 @@ class PresetHalting(TokenPolicy):
             self.schedule = Schedule.read(self.schedule)
         elif self.schedule is not None and not (isinstance(self.schedule, Schedule) or str(self.schedule).endswith(".yaml")):
             raise ConfigError(f"schedule={str(self.schedule)!r} is no file of `quicksilver schedule`: its name ends with .yaml.")
-
-    @property
-    def causal(self) -> bool:
-        return False
 
     @property
     def copies_kv(self) -> bool:
@@ -513,9 +471,8 @@ class PresetHalting(TokenPolicy):
         if isinstance(self.schedule, Schedule):
             return self.schedule, self.translator
         if self.schedule is None:
-            for own in Schedules.of_model(architecture).values():
-                return own.chosen_for(self.save), self.translator
-            raise Schedules.none_ships(f"save={self.save}", architecture)
+            own = next(iter(Schedules.of_model(architecture, f"save={self.save}").values()))
+            return own.chosen_for(self.save), self.translator
         own = Schedules.load(str(self.schedule))
         own.check(architecture)
         schedule = own.chosen_for(self.save)

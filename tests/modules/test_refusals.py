@@ -232,7 +232,7 @@ OPTIONS: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
         ({"execution": "int8", "weights": "float"}, "weights='int8' or 'token'"),
         ({"execution": "int8", "scope": "residual"}, "nothing to multiply"),
         ({"scope": "residual", "weights": "int8"}, "nothing to multiply"),
-        ({"depth": 1.0}, "leaves no layer"),
+        ({"depth": 1.0}, "leaves none of"),
         ({"tau_low": [1.0] * 3}, "tau_low has 3 values and the model has 10 layers"),
         ({"tau_low": [1.0] * 9 + [3.0]}, "tau_low=3 is above tau_high=2.3 at layer 9"),
         ({"tau_low": "p30"}, "there is no calibration"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from thinning import diagonal
 from tiny import Batch, Does, HaltAll, Hashed, Never
 from torch import nn
 
@@ -147,9 +148,11 @@ def test_padding_between_tokens_is_right_or_refused(name: str) -> None:
         torch.testing.assert_close(found[mask.bool()], dense[mask.bool()], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("missing_kv", MISSING_KV)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", tiny.FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "dtype", "missing_kv"),
+    diagonal(tiny.FAMILIES, (torch.float32, torch.bfloat16, torch.float16), MISSING_KV, n=30),
+    ids=str,
+)
 def test_every_family_runs_in_every_format_with_every_missing_kv(name: str, dtype: torch.dtype, missing_kv: str) -> None:
     model = tiny.load(name, dtype=dtype)
     policy = Hashed(halt=0.2, missing_kv=missing_kv)

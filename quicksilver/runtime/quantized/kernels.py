@@ -88,7 +88,7 @@ def weight_of(linear: nn.Module) -> torch.Tensor:
     """
     weight: torch.Tensor = linear.weight.detach()  # type: ignore[operator]
     if weight.is_meta:
-        raise UnsupportedModelError("The weights of a linear layer are offloaded and cannot be coded: load the model whole.")
+        raise UnsupportedModelError("The weights of a linear layer are offloaded and cannot be changed: load the model whole.")
     return weight.T if isinstance(linear, Conv1D) else weight
 
 

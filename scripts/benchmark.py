@@ -636,7 +636,7 @@ def lm_eval(o: Options) -> Iterator[Row]:
 # A part's words. It writes what its benchmark does, those about prediction into a file of their own.
 STANDARD = ("runtime", "presets", "prediction", "lengths")
 PARTS = {
-    "runtime": "runtime --only none decay fusion decide generate repeat --dtypes float32 --batch 4 --decay-layers 8 --new-tokens 17",
+    "runtime": "runtime --only none decay fusion decide generate repeat --dtypes float32 --batch 4 --decay-layers 8 --new-tokens 17 --repeats 3",
     "presets": f"runtime --only predicted --batch 4 --sequence 448 --repeats 5 --new-tokens 9 --shapes {' '.join(shipped_with_schedules())}",
     "prediction": "runtime --only predicted --dtypes float32 --shapes gpt2-large --repeats 3 --new-tokens 17",
     "lengths": "lengths --repeats 3 --sequence 128 512 2048",

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from omegaconf import OmegaConf
 
 from quicksilver import numerics
 from quicksilver.measure.audit import AuditResult
@@ -28,6 +29,7 @@ from quicksilver.records.identity import (
 from quicksilver.records.record import EVENTS, SCHEMA_VERSION, WINDOWS, Record
 from quicksilver.records.store import Store
 from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.runs.choices import config_dir
 
 WINDOW_COUNT = 16
 DENSE_FLOPS = 2_000_000_000_000
@@ -145,6 +147,8 @@ def make(
         if ledger.endswith("_flops"):
             windows[ledger] = count / WINDOW_COUNT
     content = described(name, protocol, None if dense else f"dense {protocol}")
+    asked = OmegaConf.to_container(OmegaConf.load(config_dir() / "measure" / "default.yaml"))
+    content["config"]["measure"] |= {name: entry | {"enabled": True} for name, entry in asked.items() if name in (measured or {})}
     results_of: dict[str, Result] = {
         "quality": found,
         "audit": AuditResult(0.0, 10.0, 4, [1, 2, 3, 4]),

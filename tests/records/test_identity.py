@@ -81,18 +81,18 @@ def test_each_part_counts_and_spelling_does_not():
 
 def test_the_users_own_files_count_and_the_packages_do_not(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "my_base.py").write_text("from quicksilver.modules.halting import Halting\n\n\nclass Base(Halting):\n    pass\n")
-    (tmp_path / "my_module.py").write_text("from my_base import Base\n\n\nclass Mine(Base):\n    pass\n")
-    from my_module import Mine
+    (tmp_path / "own_base.py").write_text("from quicksilver.modules.halting import Halting\n\n\nclass Base(Halting):\n    pass\n")
+    (tmp_path / "own_module.py").write_text("from own_base import Base\n\n\nclass Mine(Base):\n    pass\n")
+    from own_module import Mine
 
     assert foreign_sources([Halting]) == {}
     before = foreign_sources([Halting, Mine])
-    assert set(before) == {"my_base", "my_module"}
-    with (tmp_path / "my_base.py").open("a") as file:
+    assert set(before) == {"own_base", "own_module"}
+    with (tmp_path / "own_base.py").open("a") as file:
         file.write("# changed\n")
     after = foreign_sources([Mine])
-    assert after["my_module"] == before["my_module"]
-    assert after["my_base"] != before["my_base"]
+    assert after["own_module"] == before["own_module"]
+    assert after["own_base"] != before["own_base"]
 
 
 def test_a_class_without_a_file_is_refused():

@@ -404,10 +404,8 @@ class Forward:
         state = self.executed
         if self._kept is None:
             modes = sorted(state.kept_kv - {"predict"})
-            self._kept = {
-                mode: Packing.of(state.kept(layer, mode), state.n_kept(layer, mode), state.runs_kept(layer, mode))
-                for mode in modes
-            }
+            known = {mode: (state.n_kept(layer, mode), state.runs_kept(layer, mode)) for mode in modes}
+            self._kept = {mode: Packing.of(state.kept(layer, mode), *known[mode]) for mode in modes}
         return self._kept
 
     def prediction_packing(self, layer: int, source_layer: int) -> Packing:
@@ -553,17 +551,8 @@ class Planner:
             # Padding is computed at a width its row has anyway, lest it ask for products of a width that no token has.
             bits = torch.where(packing.real, bits, bits[:, :1])
         return LayerPlan(
-            "compact",
-            packing,
-            found.own["slots"],
-            target,
-            found.layout,
-            halted,
-            found.pieces,
-            bits,
-            found.mask,
-            found.own_keys_only,
-        )
+            "compact", packing, found.own["slots"], target, found.layout, halted, found.pieces, bits, found.mask, found.own_keys_only,
+        )  # fmt: skip
 
     def _arrangement(self, call: LayerCall, forward: Forward, packing: Packing, halted: tuple[HaltedKV, ...]) -> Arrangement:
         """That of the layer before where nothing has changed since: sorting entries and comparing slots takes as long as a small layer's

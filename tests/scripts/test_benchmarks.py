@@ -203,15 +203,17 @@ def test_all_benchmarks_run_one_after_another_and_are_shown(tmp_path, monkeypatc
         return benchmark.main([*SCALING.split(), "--output", str(output)]) if words[0] == "scaling" else 3
 
     monkeypatch.setattr(benchmark, "run_part", tiny)
-    assert benchmark.main(["--output", str(tmp_path), "--scaling", "--batch 2"]) == 1
-    assert [words[0] for words in asked] == ["runtime", "runtime", "quantization", "break_even", "scaling", "lengths"]
-    assert asked[-2][-2:] == ["--batch", "2"]
+    assert benchmark.main(["--full", "--output", str(tmp_path), "--scaling", "--batch 2"]) == 1
+    assert [words[0] for words in asked] == ["runtime", "runtime", "runtime", "lengths", "quantization", "break_even", "scaling"]
+    assert asked[-1][-2:] == ["--batch", "2"]
     page = (tmp_path / "README.md").read_text()
     assert "(scaling.png)" in page
     assert "decay 0.05" in page
     assert "\nruntime: not measured, runtime ended with exit code 3" in capsys.readouterr().err
     monkeypatch.setattr(benchmark.time, "monotonic", iter(range(0, 10**6, 600)).__next__)
+    asked.clear()
     benchmark.main(["--output", str(tmp_path), "--minutes", "15"])
+    assert [words[0] for words in asked] == ["runtime"]
     assert "the 15 minutes were over" in capsys.readouterr().err
 
 

@@ -634,12 +634,12 @@ def lm_eval(o: Options) -> Iterator[Row]:
 # -- all of them, and their page -------------------------------------------------------------------------------------------------
 
 # A part's words. It writes what its benchmark does, those about prediction into a file of their own.
-STANDARD = ("runtime", "presets", "prediction", "lengths")
+STANDARD = ("runtime", "presets", "lengths")
 PARTS = {
-    "runtime": "runtime --only none decay fusion decide generate repeat --dtypes float32 --batch 4 --decay-layers 8 --new-tokens 17 --repeats 3",
+    "runtime": "runtime --only none decay fusion decide generate repeat --dtypes float32 --batch 4 --sequence 256 --decay-layers 8 --new-tokens 17 --repeats 3",
     "presets": f"runtime --only predicted --batch 4 --sequence 448 --repeats 5 --new-tokens 9 --shapes {' '.join(shipped_with_schedules())}",
-    "prediction": "runtime --only predicted --dtypes float32 --shapes gpt2-large --repeats 3 --new-tokens 17",
     "lengths": "lengths --repeats 3 --sequence 128 512 2048",
+    "prediction": "runtime --only predicted --dtypes float32 --shapes gpt2-large --repeats 3 --new-tokens 17",
     "quantization": "quantization --batch 4 --sequence 256 --layers 2 --decode-layers 12 --kernel-rows 1024 --repeats 3",
     "break_even": "break_even --cell-seconds 0.5",
     "scaling": "scaling --repeats 3",

@@ -204,7 +204,7 @@ def test_all_benchmarks_run_one_after_another_and_are_shown(tmp_path, monkeypatc
 
     monkeypatch.setattr(benchmark, "run_part", tiny)
     assert benchmark.main(["--full", "--output", str(tmp_path), "--scaling", "--batch 2"]) == 1
-    assert [words[0] for words in asked] == ["runtime", "runtime", "runtime", "lengths", "quantization", "break_even", "scaling"]
+    assert [words[0] for words in asked] == ["runtime", "runtime", "lengths", "runtime", "quantization", "break_even", "scaling"]
     assert asked[-1][-2:] == ["--batch", "2"]
     page = (tmp_path / "README.md").read_text()
     assert "(scaling.png)" in page

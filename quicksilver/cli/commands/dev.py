@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SCRIPT = REPOSITORY / "scripts" / "benchmark.py"
-PARTS = ("runtime", "presets", "prediction", "lengths", "quantization", "break_even", "scaling")
+PARTS = ("runtime", "presets", "lengths", "prediction", "quantization", "break_even", "scaling")
 # The shell hands the line up to the cursor to `quicksilver dev completion words LINE`, which answers one candidate a line.
 _BASH = """_quicksilver() {
     local line="${COMP_LINE:0:COMP_POINT}"
@@ -192,8 +192,8 @@ class Benchmark(Command):
     output: str | None = key("FOLDER", "default: results/benchmarks")
     runtime: str = key("OPTIONS", "further options of that part of scripts/benchmark.py, in one word", "")
     presets: str = key("OPTIONS", "in the same way", "")
-    prediction: str = key("OPTIONS", "in the same way", "")
     lengths: str = key("OPTIONS", "in the same way", "")
+    prediction: str = key("OPTIONS", "in the same way", "")
     quantization: str = key("OPTIONS", "in the same way", "")
     break_even: str = key("OPTIONS", "in the same way", "")
     scaling: str = key("OPTIONS", "in the same way", "")

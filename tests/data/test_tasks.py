@@ -1,6 +1,7 @@
 """Labelled examples: the rows of every task at hand, and one line for whatever does not fit. Metrics equal scikit-learn's, draws of a
 bootstrap are scored at once; a metric of `evaluate` says what our own say, or is one clear line."""
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -114,6 +115,7 @@ def test_qnli_is_divided(data_root):
 
 @pytest.mark.parametrize("name", FROM_HUB)
 def test_what_is_not_at_hand_says_so(name, data_root, monkeypatch):
+    importlib.import_module("datasets")  # it keeps what it finds at its first import
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with refused(f"dataset={name}: .*unavailable offline"):
         read_task(compose([f"dataset={name}", "measure=task"]).dataset, root=data_root)

@@ -246,7 +246,8 @@ class StagedHalting(HaltingPolicy, Calibrated):
                 self._translators[layer] = translator_for(architecture, stage.translator or EMBEDDED, layer + 1)
             if stage.below is not None and stage.score is not None:
                 taus = self.resolved(f"stages[{i}].below", stage.below, architecture, stage.score.key)
-                self._tau_below[layer] = taus[layer] if taus else 0.0
+                assert taus is not None, "a stage with `below` has thresholds"
+                self._tau_below[layer] = taus[layer]
 
     def required_layers(self) -> frozenset[int]:
         return frozenset(self._numbers)

@@ -111,30 +111,30 @@ class PassState(Decisions):
             if halt.missing_kv == mode and halt.resume_layer > layer and halted_after in (None, halt.layer)
         )
 
-    def runs_left(self, layer: int | None = None) -> Runs | None:
+    def ranges_left(self, layer: int | None = None) -> Ranges | None:
         """The columns that `n_left` counts, where they are the same in all rows and the host knows them."""
         if self.tokens_per_row is None or self.counted is None:
             return None
-        left: Runs = ((0, self.tokens_per_row),)
+        left: Ranges = ((0, self.tokens_per_row),)
         for halt in self.counted:
-            if halt.runs is None:
+            if halt.ranges is None:
                 return None
             if layer is None or halt.resume_layer > layer:
-                for start, stop in halt.runs:
-                    left = split_runs(left, start, stop - start)[1]
+                for start, stop in halt.ranges:
+                    left = split_ranges(left, start, stop - start)[1]
         return left
 
-    def runs_kept(self, layer: int, mode: str, halted_after: int | None = None) -> Runs | None:
+    def ranges_kept(self, layer: int, mode: str, halted_after: int | None = None) -> Ranges | None:
         """The columns that `n_kept` counts, likewise."""
         if self.tokens_per_row is None or self.counted is None or self.any_kv_skipped:
             return None
         found = list[tuple[int, int]]()
         for halt in self.counted:
             if halt.missing_kv == mode and halt.resume_layer > layer and halted_after in (None, halt.layer):
-                if halt.runs is None:
+                if halt.ranges is None:
                     return None
-                found += halt.runs
-        return join_runs(found)
+                found += halt.ranges
+        return join_ranges(found)
 
     def active(self, layer: int) -> torch.Tensor:
         if not (self.any_halted or self.fusions):
@@ -160,42 +160,42 @@ def _untouched(rows: int, columns: int, n_layers: int, device: torch.device) -> 
         return tuple(torch.full((rows, columns), value, dtype=dtype, device=device) for value, dtype in of_fields)
 
 
-Runs = tuple[tuple[int, int], ...]
-"""Columns in ascending order, as runs: the first of each, and the one behind its last."""
+Ranges = tuple[tuple[int, int], ...]
+"""Columns in ascending order, as ranges: the first of each, and the one behind its last."""
 
 
-def count_of(runs: Runs) -> int:
+def count_of(ranges: Ranges) -> int:
     """How many columns there are."""
-    return sum(stop - start for start, stop in runs)
+    return sum(stop - start for start, stop in ranges)
 
 
-def split_runs(runs: Runs, first: int, n: int) -> tuple[Runs, Runs]:
+def split_ranges(ranges: Ranges, first: int, n: int) -> tuple[Ranges, Ranges]:
     """The first `n` columns from column `first` on, and the others."""
     taken, others = list[tuple[int, int]](), list[tuple[int, int]]()
-    for start, stop in runs:
+    for start, stop in ranges:
         low = min(max(start, first), stop)
         high = min(stop, low + n)
         n -= high - low
         taken.append((low, high))
         others += [(start, low), (high, stop)]
-    return join_runs(taken), join_runs(others)
+    return join_ranges(taken), join_ranges(others)
 
 
-def join_runs(runs: Iterable[tuple[int, int]]) -> Runs:
-    """Runs that share no column, in order."""
-    return tuple(sorted((start, stop) for start, stop in runs if start < stop))
+def join_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Ranges that share no column, in order."""
+    return tuple(sorted((start, stop) for start, stop in ranges if start < stop))
 
 
 @dataclass(frozen=True)
 class CountedHalt:
     """A halt after `layer` that took as many tokens of every row: `tokens`, until `resume_layer`; later layers see of them what
-    `missing_kv` says. `runs`: their columns, where the host knows them."""
+    `missing_kv` says. `ranges`: their columns, where the host knows them."""
 
     layer: int
     tokens: int
     resume_layer: int
     missing_kv: str
-    runs: Runs | None = None
+    ranges: Ranges | None = None
 
 
 @dataclass(frozen=True)
@@ -379,16 +379,16 @@ class TokenState:
             (mask.sum(1) == count_per_row).all(),
             f"halt(count_per_row={count_per_row}): a row's mask has another number of active tokens.",
         )
-        left, runs = state.runs_left(), None
+        left, ranges = state.ranges_left(), None
         if left is not None and oldest_from is not None and self._view.is_prompt:
-            runs, _ = split_runs(left, oldest_from, count_per_row)
+            ranges, _ = split_ranges(left, oldest_from, count_per_row)
             old = self.active & (self._view.slots >= oldest_from)
             torch._assert_async(
                 (mask == (old & (old.cumsum(1) <= count_per_row))).all(),
                 f"halt(oldest_from={oldest_from}): a row's mask has others than its oldest active tokens.",
             )
         if state.counted is not None:
-            state.counted.append(CountedHalt(self._layer, count_per_row, state.n_layers - resume_layers, missing_kv, runs))
+            state.counted.append(CountedHalt(self._layer, count_per_row, state.n_layers - resume_layers, missing_kv, ranges))
 
     def skip_kv(self, mask: torch.Tensor) -> None:
         """No K/V entry: for a newly halted token while it is halted, for an active one from the next layer on. mask: (B, M) bool.

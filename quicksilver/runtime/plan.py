@@ -15,7 +15,7 @@ from quicksilver.runtime.cache.stores import KV, put_rows, take_rows
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.ledger import LayerWork, PassWork
 from quicksilver.runtime.module import PrecisionExecutor
-from quicksilver.runtime.pass_state import PassState, Runs, count_of
+from quicksilver.runtime.pass_state import PassState, Ranges, count_of
 from quicksilver.runtime.phases import phase
 from quicksilver.runtime.translation import KVTranslator, PredictedKV
 from quicksilver.runtime.visibility import Visibility
@@ -31,24 +31,24 @@ class Packing:
         order: (B, A) columns of the pass, chosen ones first in slot order, then distinct others; None: all N columns.
         real: (B, A) bool, which of them are chosen; None: all.
         width: A.
-        runs: the columns, the same in every row, where the host knows them.
+        ranges: the columns, the same in every row, where the host knows them.
     """
 
     order: torch.Tensor | None
     real: torch.Tensor | None
     width: int
-    runs: Runs | None = None
+    ranges: Ranges | None = None
     # What all layers are handed alike, rotary factors and positions, is packed once.
     _shared: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
 
     @classmethod
     @phase("gather")
-    def of(cls, mask: torch.Tensor, count: int | None = None, runs: Runs | None = None) -> Packing:
-        """mask: (B, N) bool; count: how many are set in each row, runs: which of every row, where the host knows it."""
+    def of(cls, mask: torch.Tensor, count: int | None = None, ranges: Ranges | None = None) -> Packing:
+        """mask: (B, N) bool; count: how many are set in each row, ranges: which of every row, where the host knows it."""
         n = mask.shape[1]
-        if runs and (width := count_of(runs)) < n:
-            columns = torch.cat([torch.arange(start, stop, device=mask.device) for start, stop in runs])
-            return cls(columns.expand(mask.shape[0], -1), None, width, runs)
+        if ranges and (width := count_of(ranges)) < n:
+            columns = torch.cat([torch.arange(start, stop, device=mask.device) for start, stop in ranges])
+            return cls(columns.expand(mask.shape[0], -1), None, width, ranges)
         if count is None and mask.shape[0] == 1:  # one row: who is chosen says how many
             order = mask[0].nonzero().view(1, -1)
             return cls(None, None, n) if order.shape[1] == n else cls(order, None, order.shape[1])
@@ -67,8 +67,8 @@ class Packing:
     @phase("gather")
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """(B, N, ...) -> (B, A, ...)."""
-        if self.runs is not None:
-            return torch.cat([x[:, start:stop] for start, stop in self.runs], dim=1)
+        if self.ranges is not None:
+            return torch.cat([x[:, start:stop] for start, stop in self.ranges], dim=1)
         return x if self.order is None else take_rows(x, self.order)
 
     def put(self, full: torch.Tensor, packed_old: torch.Tensor, packed_new: torch.Tensor) -> torch.Tensor:
@@ -395,7 +395,7 @@ class Forward:
         """The columns that take part in `layer`."""
         state = self.executed
         if self._packing is None or layer in state.resume_layers:
-            self._packing = Packing.of(state.active(layer), state.n_left(layer), state.runs_left(layer))
+            self._packing = Packing.of(state.active(layer), state.n_left(layer), state.ranges_left(layer))
             self._kept = None
         return self._packing
 
@@ -404,7 +404,7 @@ class Forward:
         state = self.executed
         if self._kept is None:
             modes = sorted(state.kept_kv - {"predict"})
-            known = {mode: (state.n_kept(layer, mode), state.runs_kept(layer, mode)) for mode in modes}
+            known = {mode: (state.n_kept(layer, mode), state.ranges_kept(layer, mode)) for mode in modes}
             self._kept = {mode: Packing.of(state.kept(layer, mode), *known[mode]) for mode in modes}
         return self._kept
 
@@ -414,7 +414,7 @@ class Forward:
         if source_layer not in self._prediction_packing:
             halted = state.kept(layer, "predict") & (state.halt_layer == source_layer - 1)
             known = layer, "predict", source_layer - 1
-            packing = Packing.of(halted, state.n_kept(*known), state.runs_kept(*known))
+            packing = Packing.of(halted, state.n_kept(*known), state.ranges_kept(*known))
             self._prediction_packing[source_layer] = packing
         packing = self._prediction_packing[source_layer]
         if layer in state.resume_layers:  # who takes part again has K/V of its own
@@ -474,10 +474,10 @@ def pieces_of(packings: Sequence[Packing]) -> Pieces | None:
     """The columns of packings that share none, in ascending order; None: only the device knows them."""
     found: list[tuple[int, tuple[int, int, int]]] = []
     for part, packing in enumerate(packings):
-        if packing.runs is None:
+        if packing.ranges is None:
             return None
         at = 0
-        for start, stop in packing.runs:
+        for start, stop in packing.ranges:
             found.append((start, (part, at, at + stop - start)))
             at += stop - start
     return tuple(piece for _, piece in sorted(found))

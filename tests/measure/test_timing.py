@@ -1,10 +1,14 @@
 """Stopwatches: callables take turns, every moment of a pass belongs to one component, every token served has a time. How long anything takes,
 no test asserts."""
 
+import ctypes
 import gc
+import resource
+import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import psutil
 import pytest
 import torch
 from drawing import all_four
@@ -67,6 +71,21 @@ def test_an_exception_leaves_the_garbage_collector_as_it_was() -> None:
     with pytest.raises(ZeroDivisionError):
         alternate({"a": lambda: 1 / 0}, warmup=0)
     assert gc.isenabled()
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc alone gives pages back between two calls")
+def test_what_a_timed_call_frees_is_touched_once_and_given_back_at_the_end() -> None:
+    faults: list[int] = []
+
+    def call() -> None:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(2**26)  # 256 MiB, 65,536 pages of 4 KiB
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+    before = psutil.Process().memory_info().rss
+    alternate({"call": call}, warmup=4, repeats=4)
+    assert statistics.median(faults[4:]) < 100 < faults[0]
+    assert psutil.Process().memory_info().rss - before < 2**27
 
 
 def test_another_load_and_a_clock_that_jumps_are_said() -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 from tiny import Batch
 
-from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, PresetHalting, TokenFusion
+from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, LinearMLP, PresetHalting, TokenFusion
 from quicksilver.runtime import RuntimeModule, Trace
 
 
@@ -26,6 +26,15 @@ class Preset(PresetHalting):
 
     def bind(self, architecture: Any) -> None:
         self.translator = tiny.random_translators(architecture)[self.schedule.predict_before - 1]
+        self.maps = tiny.random_mlp_maps(architecture)
+        super().bind(architecture)
+
+
+class RandomMLP(LinearMLP):
+    """Likewise."""
+
+    def bind(self, architecture: Any) -> None:
+        self.maps = tiny.random_mlp_maps(architecture)
         super().bind(architecture)
 
 

@@ -77,8 +77,8 @@ ACTING: Mapping[str, Mapping[str, Any]] = {
 }
 # One changes `generate` alone; the other rounds weights, which in these models are bfloat16 numbers already.
 IDLE = ("prompt_lookup", "bfloat16")
-LEFT_OUT = (  # tests/fitting/test_gates.py has the gates, which belong to whole models; the others are aliases: tests/runs/test_conf.py
-    "learned_halting", "predicted_kv", "predicted_kv_50",
+LEFT_OUT = (  # gates and linear MLPs belong to whole models (tests/fitting); the others are aliases: tests/runs/test_conf.py
+    "learned_halting", "linear_mlp", "predicted_kv", "predicted_kv_50",
 )  # fmt: skip
 WITH = {"kv_skipping": "halting", "kv_skipping_paper_c4": "halting"}  # these ask about tokens that halted
 TOGETHER = ("halting", "kv_skipping", "token_fusion", "adaptive_quantization")

@@ -16,7 +16,8 @@ import torch
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from quicksilver.modules.fitted import BoundTranslator, ModelShape, Translator
+from quicksilver.modules.fitted import BoundTranslator, ModelShape, Translator, model_digest
+from quicksilver.modules.linear_mlp import LinearMap, MLPMaps
 from quicksilver.runtime import (
     MISSING_KV,
     Architecture,
@@ -218,6 +219,35 @@ def _random_translator(shape: ModelShape, layer: int) -> Translator:
     later = (shape.n_layers - 1 - layer, 2, shape.n_kv_heads, shape.head_dim)
     weight = torch.randn(1 + shape.width, *later, generator=torch.Generator().manual_seed(layer)) / shape.width**0.5
     return Translator(layer, weight, shape, weights_digest="random")
+
+
+def random_mlp_maps(architecture: Architecture) -> MLPMaps:
+    """Maps of about the size of the MLPs, for all layers but the first."""
+    layers, width = tuple(range(1, architecture.n_layers)), architecture.width
+    weight = torch.randn(len(layers), 1 + width, width, generator=torch.Generator().manual_seed(3)) / width**0.5
+    return MLPMaps(layers, weight, ModelShape.of(architecture), model_digest(architecture.model))
+
+
+@dataclass
+class MapsMLPs(TokenPolicy):
+    """Random maps stand in for the MLPs of tokens that a hash chooses."""
+
+    share: float = 0.6
+    priority, halts = 5, False
+
+    def bind(self, architecture: Architecture) -> None:
+        weight = next(architecture.layers[0].parameters())
+        self._maps = random_mlp_maps(architecture).of_layers([1, 3], weight)
+
+    @property
+    def mlp_maps(self) -> dict[int, LinearMap]:
+        return self._maps
+
+    def acts_at(self, layer: int) -> bool:
+        return layer == 0
+
+    def decide(self, view: LayerView, tokens: TokenState) -> None:
+        tokens.map_mlp(chance(5, 0, view.slots, view.input_ids) < self.share, self._maps)
 
 
 class Halts(TokenPolicy):
@@ -445,6 +475,7 @@ def causal_policies() -> st.SearchStrategy[list[RuntimeModule]]:
         st.tuples(st.builds(DriftBelow, tau=st.sampled_from([0.3, 0.6, 0.9]), missing_kv=modes, resume_layers=st.integers(0, 2))).map(list),
         st.tuples(st.builds(EntropyBelow, nats=st.sampled_from([3.4, 3.7]), missing_kv=modes)).map(list),
         st.tuples(hashed(("drop",)), st.builds(DriftBelow, missing_kv=modes)).map(list),
+        st.tuples(st.builds(MapsMLPs, share=st.sampled_from([0.3, 1.0])), hashed()).map(list),
     )  # fmt: skip
 
 

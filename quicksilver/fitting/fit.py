@@ -25,6 +25,7 @@ from quicksilver.files import write_atomically
 from quicksilver.fitting.training import TrainingFile
 from quicksilver.measure.memory import peak_memory
 from quicksilver.modules.fitted import Lens, ModelShape, Translator, model_digest
+from quicksilver.modules.linear_mlp import MLPMaps
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 
@@ -254,6 +255,43 @@ def _add(arch: Architecture, batch: torch.Tensor, sums: Mapping[int, Sums], shuf
 
     with entering(arch, meet):
         arch.base(input_ids=batch.to(arch.model.device), use_cache=False)
+
+
+@torch.no_grad()
+def fit_mlp_maps(
+    architecture: Architecture,
+    text: FitText,
+    layers: Sequence[int],
+    *,
+    ridge: float = RIDGE,
+    batch_size: int = 4,
+    progress: Progress = iter,
+) -> MLPMaps:
+    """What stands in for the MLPs of `layers`: from what each is given to what it returns, by ridge regression on a dense pass.
+
+    Raises:
+        ConfigError: a layer that the model lacks, or 0, after which a module first decides; too little text.
+    """
+    arch = architecture
+    if wrong := [layer for layer in layers if not 1 <= layer < arch.n_layers]:
+        raise ConfigError(f"mlp={list(layers)}: layer {wrong[0]} has no map: give layers from 1 to {arch.n_layers - 1}.")
+    sums = {layer: Sums(arch.width, arch.width) for layer in sorted(set(layers))}
+
+    def met(layer: int) -> Callable[..., None]:
+        def hook(_: object, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            sums[layer].add_targets(sums[layer].add(args[0].float().flatten(0, 1)), output.float().flatten(0, 1))
+
+        return hook
+
+    with ExitStack() as stack:
+        for layer in sums:
+            stack.callback(arch.mlp(layer).register_forward_hook(met(layer)).remove)
+        for batch in progress(text.ids.split(batch_size)):
+            arch.base(input_ids=batch.to(arch.model.device), use_cache=False)
+    tokens = text.ids.numel()
+    weight = torch.stack([one.solution(tokens, ridge, f"in the MLP of layer {layer}").float() for layer, one in sums.items()])
+    said = {"text": text.provenance, "text_digest": text.digest, "ridge": ridge, "tokens": tokens}
+    return MLPMaps(tuple(sums), weight, ModelShape.of(arch), model_digest(arch.model), said)
 
 
 def _resumed(file: TrainingFile, sums: Mapping[int, Sums]) -> int:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from quicksilver.fitting.training import Steps, descend, warm_cosine
-from quicksilver.modules.fitted import BoundTranslator, Translator
+from quicksilver.modules.fitted import EMBEDDED, BoundTranslator, Translator
+from quicksilver.modules.linear_mlp import LinearMLP, MLPMaps
 from quicksilver.modules.staged_halting import Schedule
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
@@ -50,9 +51,15 @@ def saved_pct(architecture: Architecture, schedule: Schedule, prompt_tokens: int
     protected = schedule.protect_first + schedule.protect_last
     dropped = schedule.dropped(prompt_tokens)
     stopped = prompt_tokens - dropped - protected
+    maps = 2 * architecture.width**2 * (prompt_tokens - dropped)  # of all tokens: to leave out the protected would take longer
     predicting = 2 * architecture.kv_params_per_layer * stopped * (n_layers - 1 - source)
     work = [LayerWork(1, prompt_tokens, None)] * schedule.drop_before
     work += [LayerWork(1, prompt_tokens - dropped, None)] * (source - schedule.drop_before)
+    for layer in schedule.linear_mlp:
+        # A token that is dropped early still goes through a layer before that.
+        more = dropped * (layer < schedule.drop_before)
+        there = {"mapped": stopped + more, "map_flops": maps + 2 * architecture.width**2 * more}
+        work[layer] = replace(work[layer], **there)
     work += [LayerWork(1, protected, protected + stopped, stopped, predicting)]
     work += [LayerWork(1, protected, protected + stopped)] * (n_layers - 1 - source)
     return work_saved_pct(architecture, work, prompt_tokens)
@@ -79,10 +86,10 @@ class KLToDense:
         with torch.no_grad():
             self.dense = [continuation_log_probs(architecture.model, batch, prompt_tokens).to(dtype) for batch in self.batches]
 
-    def of(self, module: RuntimeModule) -> torch.Tensor:
+    def of(self, *modules: RuntimeModule) -> torch.Tensor:
         """Of each window, nats a token: (W,)."""
         found = []
-        with torch.no_grad(), apply(self.arch.model, [module]) as run:
+        with torch.no_grad(), apply(self.arch.model, modules) as run:
             for batch, dense in zip(self.batches, self.dense, strict=True):
                 found.append(kl_nats(dense.float(), continuation_log_probs(self.arch.model, batch, self.prompt_tokens)))
                 run.reset()
@@ -135,31 +142,54 @@ def smallest_schedule(
     return smallest_schedule(architecture, source_layer, protect_last, save, prompt_tokens, tile=1)
 
 
+def fewest_linear_mlps(
+    architecture: Architecture, source_layer: int, protect_last: int, save: float, prompt_tokens: int, order: Sequence[int]
+) -> Schedule | None:
+    """The schedule that drops no token and saves the share `save` with the fewest linear MLPs, taken as they come in `order`, before the
+    source layer, one at least. None where all of them save less."""
+    usable = [layer for layer in order if layer < source_layer]
+    counts = range(1, len(usable) + 1)
+    schedules = (Schedule(1, 0.0, source_layer, 4, protect_last, linear_mlp=tuple(sorted(usable[:n]))) for n in counts)
+    return first_that_saves(architecture, schedules, save, prompt_tokens)
+
+
+def by_kl(judge: KLToDense, maps: MLPMaps) -> dict[int, float]:
+    """Layers with a map, by what it costs alone, least first: mean KL to dense, nats a token."""
+    costs = {layer: float(judge.of(LinearMLP(layers=[layer], maps=maps)).mean()) for layer in maps.layers}
+    return dict(sorted(costs.items(), key=lambda item: item[1]))
+
+
 def search(
     judge: KLToDense,
     translators: Sequence[Translator],
     save: float,
     protect_last: Sequence[int] = PROTECT_LAST,
     progress: Callable[[Candidate], None] | None = None,
+    *,
+    maps: MLPMaps | None = None,
+    order: Sequence[int] = (),
 ) -> list[Candidate]:
     """Every candidate of the rule, best first.
 
     Args:
         save: share of the prompt's executed FLOPs, 0 to 1.
+        maps: linear MLPs; order: their layers, `by_kl`.
 
     Raises:
         ConfigError: no candidate saves so much.
     """
-    found = []
+    found: list[Candidate] = []
     for translator, last in ((translator, last) for translator in translators for last in protect_last):
-        schedule = smallest_schedule(judge.arch, translator.source_layer, last, save, judge.prompt_tokens)
-        if schedule is None:
-            continue
-        kl = judge.of(schedule.halting(translator=translator.bound(judge.arch)))
-        saved = saved_pct(judge.arch, schedule, judge.prompt_tokens)
-        found.append(Candidate(schedule, saved, float(kl.mean()), float(kl.std() / len(kl) ** 0.5)))
-        if progress is not None:
-            progress(found[-1])
+        asked = judge.arch, translator.source_layer, last, save, judge.prompt_tokens
+        for schedule in (smallest_schedule(*asked), fewest_linear_mlps(*asked, order)):
+            if schedule is None:
+                continue
+            bound = translator.bound(judge.arch)
+            kl = judge.of(*schedule.modules(translator=bound, maps=EMBEDDED if maps is None else maps))
+            saved = saved_pct(judge.arch, schedule, judge.prompt_tokens)
+            found.append(Candidate(schedule, saved, float(kl.mean()), float(kl.std() / len(kl) ** 0.5)))
+            if progress is not None:
+                progress(found[-1])
     if not found:
         layers = ", ".join(str(translator.source_layer) for translator in translators)
         raise ConfigError(f"No schedule with a translator from layer {layers} saves {save:g}: ask less, or fit an earlier layer.")
@@ -180,13 +210,14 @@ def distill(
     batch_size: int = 4,
     learning_rate: float = 5e-4,
     seed: int = 0,
+    maps: MLPMaps | None = None,
     progress: Steps = iter,
 ) -> Translator:
     """`translator` after so many steps of Adam on KL(dense ‖ predicted), in nats a token of the continuation.
 
     Args:
         ids: (W, N) long, the windows of the fit; a step takes `batch_size` of them, in an order drawn by `seed`.
-        schedules: what is trained for, in turn; all predict before the translator's source layer.
+        schedules: what is trained for, in turn; all predict before the translator's source layer. maps: their linear MLPs.
 
     Raises:
         ConfigError: no steps, windows no longer than the prompt, a schedule that predicts from another layer.
@@ -207,8 +238,8 @@ def distill(
         batch = ids[order[step * batch_size : (step + 1) * batch_size]]
         with torch.no_grad():
             dense = continuation_log_probs(model, batch, prompt_tokens)
-        halting = schedules[step % len(schedules)].halting(translator=bound)
-        with torch.enable_grad(), apply(model, [halting]):
+        modules = schedules[step % len(schedules)].modules(translator=bound, maps=EMBEDDED if maps is None else maps)
+        with torch.enable_grad(), apply(model, modules):
             return kl_nats(dense, continuation_log_probs(model, batch, prompt_tokens)).mean()
 
     optimiser = torch.optim.Adam([weight], lr=learning_rate, betas=(0.9, 0.99))

@@ -227,11 +227,16 @@ def _nll_nats(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor
 
 
 def _ledger_by_window(
-    arch: Architecture, passes: Sequence[PassTrace], head_tokens: int, total: Flops, beta: Mapping[int, float]
+    arch: Architecture,
+    passes: Sequence[PassTrace],
+    head_tokens: int,
+    total: Flops,
+    beta: Mapping[int, float],
+    map_flops: Mapping[int, int],
 ) -> list[Flops]:
     """Ledgers of the last of a batch's `passes`, window by window; the passes before it filled the cache it started from. For
     each window it computed `head_tokens` rows of logits; `total` is of all windows together, `beta` what the paper's ledger
-    charges by bit-width.
+    charges by bit-width, `map_flops` a token's in what stands in for an MLP, by layer.
 
     What was executed is shared equally: rows of unequal length are padded to the longest, so every row costs the same; so is what
     could have been skipped. The nominal and the paper ledger are otherwise the row's own.
@@ -246,7 +251,8 @@ def _ledger_by_window(
         past: list[torch.Tensor | int] = [
             sum(int(p.kv_present(layer).sum()) - int(p.evicted(layer).sum()) for p in cached) for layer in range(arch.n_layers)
         ]
-        own = pass_flops(arch, PassWork(layers=[], past_lengths=past), last.row(row), beta) + head_flops(arch, head_tokens)
+        work = PassWork(layers=[], past_lengths=past, map_flops_per_token=map_flops)
+        own = pass_flops(arch, work, last.row(row), beta) + head_flops(arch, head_tokens)
         ledgers.append(replace(own, executed=executed, signals=signals, nominal=own.nominal - skippable, skippable=skippable))
     return ledgers
 
@@ -330,7 +336,8 @@ def _scored(
         if dense is not None:
             apart.append(divergence(next(theirs), logits))
         head_tokens = logits.shape[1] + (protocol.name == "all")
-        ledgers.append(_ledger_by_window(run.arch, run.trace.passes[first_pass:], head_tokens, run.flops - before, run.beta))
+        passes, spent = run.trace.passes[first_pass:], run.flops - before
+        ledgers.append(_ledger_by_window(run.arch, passes, head_tokens, spent, run.beta, run.map_flops_per_token))
         before = run.flops
         del logits
     next(theirs, None)  # the last call is kept when the iterator ends

@@ -16,6 +16,7 @@ from quicksilver.modules.fusion import TokenFusion
 from quicksilver.modules.halting import PRESETS, Halting, HaltingPolicy
 from quicksilver.modules.kv_skipping import KVSkipping
 from quicksilver.modules.learned_halting import LearnedHalting
+from quicksilver.modules.linear_mlp import LinearMLP
 from quicksilver.modules.quantization import AdaptiveQuantization
 from quicksilver.modules.signals import Signal, make_signal
 from quicksilver.modules.staged_halting import PresetHalting, Schedule, Stage, StagedHalting
@@ -23,6 +24,6 @@ from quicksilver.runtime.quantized.codes import mix_of
 
 __all__ = [
     "PRESETS", "AdaptiveQuantization", "Calibrated", "Calibration", "ChannelSparsity", "ExponentialDecay", "Fitted", "Halting", "HaltingPolicy",
-    "KVSkipping", "LearnedHalting", "PresetHalting", "RandomHalting", "Replay", "Schedule", "Signal", "Stage", "StagedHalting", "StaticDepth", "TokenFusion",
+    "KVSkipping", "LearnedHalting", "LinearMLP", "PresetHalting", "RandomHalting", "Replay", "Schedule", "Signal", "Stage", "StagedHalting", "StaticDepth", "TokenFusion",
     "Translator", "WordClassHalting", "calibrate", "calibrate_modules", "calibrated", "make_signal", "mix_of", "perfect_exit", "shuffled",
 ]  # fmt: skip

@@ -15,10 +15,10 @@ import torch
 from quicksilver.modules.checks import active_first, check_known_ids, own_columns
 from quicksilver.modules.halting import HaltingPolicy, fill_up
 from quicksilver.modules.signals import Random, lowest
-from quicksilver.runtime import Architecture, CacheView, ConfigError, KVTranslator, LayerView, RuntimeModule, Span, apply
+from quicksilver.runtime import Architecture, CacheView, ConfigError, KVTranslator, LayerView, MLPMap, RuntimeModule, Span, apply
 from quicksilver.runtime.module import EvictionPolicy, MergePolicy, PrecisionExecutor, SpanPolicy, TokenPolicy
 from quicksilver.runtime.options import Count, Fractions, Share, between, check_choice, check_count, check_token_ids
-from quicksilver.runtime.pass_state import MISSING_KV, Fusion, MissingKV, Precision, TokenState
+from quicksilver.runtime.pass_state import MISSING_KV, Fusion, MissingKV, MLPMapping, Precision, TokenState
 from quicksilver.runtime.trace import PassTrace, Trace
 
 if TYPE_CHECKING:
@@ -203,7 +203,8 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
         super().__post_init__()
         passes = self.trace.passes
         decided = {layer for p in passes for layer in torch.cat([p.halt_layer[p.valid], p.kv_layer[p.valid]]).tolist()}
-        events = {event.layer for p in passes for event in p.fusions} | {event.layer for p in passes for event in p.precisions}
+        kinds = ("fusions", "precisions", "mappings")
+        events = {event.layer for p in passes for kind in kinds for event in getattr(p, kind)}
         self._layers = decided - {self.trace.n_layers - 1} | events
         self._policies = [module for module in self.like if isinstance(module, TokenPolicy)]
         self._loaded: int | None = None
@@ -215,6 +216,10 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
     @property
     def translators(self) -> Mapping[int, KVTranslator]:
         return {layer: translator for policy in self._policies for layer, translator in policy.translators.items()}
+
+    @property
+    def mlp_maps(self) -> Mapping[int, MLPMap]:
+        return {layer: one for policy in self._policies for layer, one in policy.mlp_maps.items()}
 
     @property
     def proportional_attention(self) -> bool:
@@ -245,6 +250,10 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
         predicted = {n for p in self.trace.passes for n in p.halt_layer[_halted_by(p, "predict")].unique().tolist()}
         if predicted - set(self.translators):
             raise ConfigError("The trace holds predicted K/V: give Replay(trace, like=modules) the module that did it.")
+        if not self.mlp_maps and any(p.mappings for p in self.trace.passes):
+            raise ConfigError(
+                "The trace holds MLPs in whose place stood maps: give Replay(trace, like=modules) the module that did it."
+            )
         self._loaded = None
 
     def acts_at(self, layer: int) -> bool:
@@ -256,6 +265,8 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
         # Layers without skipping need no mask. KV skipping comes first: a token that is fused or halted at that layer is active until then.
         if view.layer in self._kv_layers:
             tokens.skip_kv((self._pass.kv_layer.gather(1, view.index) == view.layer) & tokens.active)
+        for mapping in (m for m in self._pass.mappings if m.layer == view.layer):
+            tokens.map_mlp(mapping.tokens.gather(1, view.index), self.mlp_maps)
         # Fusion comes before halting: what halts here was not merged away here, but the target of a fusion may halt at the same layer.
         for fusion in (f for f in self._pass.fusions if f.layer == view.layer):
             # (B, N): column of the pass -> of the view
@@ -364,8 +375,9 @@ def shuffled(trace: Trace, seed: int, protect_first: int = 4, protect_last: int 
 
         names = ("halt_layer", "halted_kv", "resume_layer", "kv_layer", "fused_layer")
         moved: dict[str, Any] = {name: getattr(p, name).gather(1, taken) for name in names}
-        precisions = tuple(Precision(event.layer, event.bits.gather(1, taken)) for event in p.precisions)
-        passes.append(_fused_again(dataclasses.replace(p, **moved, precisions=precisions)))
+        moved["precisions"] = tuple(Precision(event.layer, event.bits.gather(1, taken)) for event in p.precisions)
+        moved["mappings"] = tuple(MLPMapping(event.layer, event.tokens.gather(1, taken)) for event in p.mappings)
+        passes.append(_fused_again(dataclasses.replace(p, **moved)))
     return Trace(trace.n_layers, passes)
 
 

@@ -1,8 +1,8 @@
 """Halting in stages: at each of a few layers some tokens of a prompt stop, each stage by its own rule (docs/design.md §4).
 
-`StagedHalting` takes the stages as they are given. `PresetHalting` has two, chosen for a model on calibration text (docs/predicted-kv.md): before
-layer d the oldest tokens are dropped, before layer p all others stop but the first and the last few, and the K/V of the layers after p are
-predicted. Which d, p and how many lies beside the model.
+`StagedHalting` takes the stages as they are given. `PresetHalting` has what was chosen for a model on calibration text (docs/predicted-kv.md):
+before layer p all tokens stop but the first and the last few, and the K/V of the layers after p are predicted. Before that, linear maps stand in
+for the MLPs of some layers, or the oldest tokens are dropped before layer d. What was chosen lies beside the model.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds
 from quicksilver.modules.checks import layer_after
 from quicksilver.modules.fitted import EMBEDDED, BoundTranslator, FittedFile, Translator, translator_files, translator_for
 from quicksilver.modules.halting import HaltingPolicy
+from quicksilver.modules.linear_mlp import LinearMLP, MLPMaps, mlp_map_files
 from quicksilver.modules.signals import Position, Signal, SignalSpec, lowest, make_signal, share_of
-from quicksilver.runtime import Architecture, ConfigError, KVTranslator, LayerView, TokenPolicy, TokenState
+from quicksilver.runtime import Architecture, ConfigError, KVTranslator, LayerView, MLPMap, TokenPolicy, TokenState
 from quicksilver.runtime.options import Count, InnerShare, Options, Positive, Share, check_choice, check_count, check_number
 from quicksilver.runtime.pass_state import MissingKV
 from quicksilver.runtime.reading import read_bytes
@@ -313,9 +314,10 @@ class Schedule(Options):
         predict_before: the layer before which all others stop, but the protected; their K/V are predicted from there.
         protect_first, protect_last: tokens that go through all layers.
         tile: what the drop leaves of a prompt is a multiple of it.
+        linear_mlp: layers in which a linear map stands in for the MLP of tokens that stop.
 
     Raises:
-        ConfigError: a share outside [0, 1], layers out of order.
+        ConfigError: a share outside [0, 1], layers out of order, a linear MLP where no token has any.
     """
 
     drop_before: Positive
@@ -324,6 +326,7 @@ class Schedule(Options):
     protect_first: Count = 4
     protect_last: Count = 32
     tile: Positive = 1
+    linear_mlp: tuple[Positive, ...] = ()
     prefix: ClassVar[str] = "schedule."
 
     def __post_init__(self) -> None:
@@ -331,9 +334,15 @@ class Schedule(Options):
         if self.drop_before >= self.predict_before:
             given = f"drop_before={self.drop_before} and predict_before={self.predict_before}"
             raise ConfigError(f"{given}: drop earlier than you predict.")
+        if late := [layer for layer in self.linear_mlp if layer >= self.predict_before]:
+            raise ConfigError(
+                f"linear_mlp={list(self.linear_mlp)}: no token has an MLP from layer {self.predict_before} on. Leave {late[0]} out."
+            )
 
     def __str__(self) -> str:
         dropped = f"{100 * self.drop_share:.3g}% d@{self.drop_before} + " if self.drop_share else ""
+        if self.linear_mlp:
+            dropped += f"linear MLP {', '.join(map(str, self.linear_mlp))} + "
         return f"{dropped}P@{self.predict_before}/{self.protect_last}"
 
     def dropped(self, n_tokens: int) -> int:
@@ -345,6 +354,7 @@ class Schedule(Options):
     def read(cls, content: Mapping[str, Any]) -> Schedule:
         """A schedule from its fields; raises ConfigError for one that it has not, or lacks."""
         known = [f.name for f in fields(Schedule)]
+        content = {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
         if unknown := sorted(map(repr, set(content) - set(known))):
             raise ConfigError(f"schedule has no {unknown[0]}: there are {', '.join(known)}.")
         try:
@@ -353,7 +363,7 @@ class Schedule(Options):
             raise ConfigError(f"schedule={dict(content)} is incomplete ({error}): give {', '.join(known)}.") from error
 
     def halting(self, missing_kv: str = "predict", translator: str | Path | BoundTranslator = EMBEDDED) -> StagedHalting:
-        """The module that does it, with another `missing_kv` for the second stage where that is compared."""
+        """The module that stops tokens by it, with another `missing_kv` for the second stage where that is compared."""
         amount = {"share": self.drop_share, "multiple_of": self.tile}
         dropped = {"before": self.drop_before, "signal": "position", "missing_kv": "drop", **amount}
         stopped: dict[str, Any] = {"before": self.predict_before, "rest": True, "missing_kv": missing_kv}
@@ -361,6 +371,19 @@ class Schedule(Options):
             stopped["translator"] = translator
         stages = [dropped, stopped] if self.drop_share else [stopped]
         return StagedHalting(stages=stages, protect_first=self.protect_first, protect_last=self.protect_last)
+
+    def modules(
+        self,
+        missing_kv: str = "predict",
+        translator: str | Path | BoundTranslator = EMBEDDED,
+        maps: Path | str | MLPMaps = EMBEDDED,
+    ) -> list[TokenPolicy]:
+        """All that do it: who puts linear maps in the place of MLPs, where there are any, and `halting`."""
+        first, last = self.protect_first, self.protect_last
+        mapping = (
+            [LinearMLP(layers=self.linear_mlp, maps=maps, protect_first=first, protect_last=last)] if self.linear_mlp else []
+        )
+        return [*mapping, self.halting(missing_kv, translator)]
 
 
 @dataclass(frozen=True)
@@ -370,11 +393,13 @@ class Schedules(FittedFile):
     Attributes:
         schedules: by the share of a prompt's executed FLOPs that each was chosen for, ascending.
         files: of the maps that they were chosen with, by source layer; none: those that ship with the model.
+        mlp_maps: the file of the linear MLPs, likewise.
     """
 
     schedules: dict[float, Schedule]
     weights_digest: str
     files: dict[int, Path]
+    mlp_maps: Path | None = None
 
     kind = "file of schedules"
     format = "yaml"
@@ -389,10 +414,11 @@ class Schedules(FittedFile):
             chosen = content["schedules"]
             schedules = {round(pct / 100, 6): Schedule.read(chosen[pct]["schedule"]) for pct in sorted(chosen)}
             files = {int(layer): path.parent / str(name) for layer, name in content.get("files", {}).items()}
+            mlp_maps = path.parent / str(content["mlp_maps"]) if "mlp_maps" in content else None
             digest = str(content["weights_digest"])
         except (TypeError, KeyError, AttributeError, RecursionError, yaml.YAMLError, ConfigError) as error:
             raise ValueError((str(error).splitlines() or [type(error).__name__])[0]) from error
-        return {"format": cls.format, "schedules": schedules, "weights_digest": digest, "files": files}, {}
+        return {"format": cls.format, "schedules": schedules, "weights_digest": digest, "files": files, "mlp_maps": mlp_maps}, {}
 
     def chosen_for(self, save: float | None) -> Schedule:
         """The schedule for a share; raises ConfigError, which names those there are."""
@@ -434,11 +460,12 @@ class PresetHalting(TokenPolicy):
     missing_kv: MissingKV = "predict"
     translator: str | Path = "embedded"
     lookahead: bool = False
+    maps: ClassVar[str | MLPMaps] = EMBEDDED  # no option: linear MLPs are those beside the schedule
     priority: ClassVar[int] = 10
     causal = False
 
     def __post_init__(self) -> None:
-        self._halting: StagedHalting | None = None
+        self._parts: list[TokenPolicy] = []
         super().__post_init__()
         if self.save is None and self.schedule is None:
             raise ConfigError("save=None and schedule=None: give one of them, such as save=0.4, or a schedule of your own.")
@@ -452,20 +479,26 @@ class PresetHalting(TokenPolicy):
         return self.missing_kv == "copy"
 
     @property
-    def halting(self) -> StagedHalting:
-        """The stages, once they are known; raises ConfigError before `bind`."""
-        if self._halting is None:
+    def halting(self) -> TokenPolicy:
+        """Who stops tokens, once that is known; raises ConfigError before `bind`."""
+        if not self._parts:
             raise ConfigError("The stages of a preset are the model's own: give the module to quicksilver.apply first.")
-        return self._halting
+        return self._parts[-1]
 
     @property
     def translators(self) -> Mapping[int, KVTranslator]:
         return self.halting.translators
 
+    @property
+    def mlp_maps(self) -> Mapping[int, MLPMap]:
+        return self._parts[0].mlp_maps if self._parts else {}
+
     def bind(self, architecture: Architecture) -> None:
         schedule, translator = self.chosen(architecture)
-        self._halting = schedule.halting(self.missing_kv, translator)
-        self._halting.bind(architecture)
+        named = Schedules.load(self.schedule).mlp_maps if isinstance(self.schedule, Path | str) else None
+        self._parts = schedule.modules(self.missing_kv, translator, self.maps if named is None else named)
+        for part in self._parts:
+            part.bind(architecture)
 
     def chosen(self, architecture: Architecture) -> tuple[Schedule, str | Path | BoundTranslator]:
         """The schedule for this model, and who predicts; raises ConfigError where there is none."""
@@ -481,20 +514,25 @@ class PresetHalting(TokenPolicy):
         return schedule, self.translator if given else own.files.get(schedule.predict_before, self.translator)
 
     def required_layers(self) -> frozenset[int]:
-        return self.halting.required_layers()
+        return self.halting.required_layers().union(*(part.required_layers() for part in self._parts))
 
     def acts_at(self, layer: int) -> bool:
-        return self.halting.acts_at(layer)
+        return any(part.acts_at(layer) for part in self._parts)
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
-        self.halting.decide(view, tokens)
+        for part in self._parts:
+            if part.acts_at(view.layer):
+                part.decide(view, tokens)
 
 
 def schedule_files(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:
     """The files that decide what a module with these arguments does beside its own options: schedules and maps. Raises
     ConfigError: a schedule's file that is none."""
     schedule = str(entry.get("schedule"))
+    mapped = mlp_map_files({"maps": EMBEDDED}, model_folder) if {"save", "schedule"} <= set(entry) else []
     if not schedule.endswith(".yaml"):
-        return translator_files(entry, model_folder)
-    named = list(Schedules.load(schedule).files.values()) if str(entry.get("translator", EMBEDDED)) == EMBEDDED else []
-    return [Path(schedule), *(named or translator_files(entry, model_folder))]
+        return [*translator_files(entry, model_folder), *mapped]
+    own = Schedules.load(schedule)
+    named = list(own.files.values()) if str(entry.get("translator", EMBEDDED)) == EMBEDDED else []
+    mapped = mapped if own.mlp_maps is None else [own.mlp_maps]
+    return [Path(schedule), *(named or translator_files(entry, model_folder)), *mapped]

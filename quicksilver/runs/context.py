@@ -198,6 +198,7 @@ class RunContext:
         from quicksilver.modules.calibration import Calibration
         from quicksilver.modules.fitted import lens_files
         from quicksilver.modules.learned_halting import gate_files
+        from quicksilver.modules.linear_mlp import mlp_map_files
         from quicksilver.modules.staged_halting import schedule_files
 
         digests, folder = {}, self.files(config)[0].folder
@@ -208,7 +209,7 @@ class RunContext:
                     Calibration.load(path)  # a damaged file is refused before anything runs
                 except ConfigError as error:
                     raise ConfigError(f"modules.{name}.calibration: {error}") from error
-            read = {"predicted_kv": schedule_files, "tuned_lens": lens_files, "gates": gate_files}
+            read = {"predicted_kv": schedule_files, "tuned_lens": lens_files, "gates": gate_files, "linear_mlp": mlp_map_files}
             for kind, path in ((kind, path) for kind, files in read.items() for path in files(entry, folder)):
                 digests[f"{kind}.{name}.{path.name}"] = _file_digest(name, path, kind)
         for name, measurement in build_measurements(config.measure).items():
@@ -263,9 +264,9 @@ def asks_for_calibration(module: Any) -> bool:
 
 
 # --- what was set before a run, and on which texts --------------------------------------------------------------------------------
-BESIDE = ("predicted_kv", "learned_halting", "tuned_lens")  # folders of fitted files beside a model
+BESIDE = ("predicted_kv", "learned_halting", "tuned_lens", "linear_mlp")  # folders of fitted files beside a model
 THRESHOLDS = "thresholds"
-_OF_FILES = ("predicted_kv", "gates", "tuned_lens")  # what their digests in an identity begin with
+_OF_FILES = ("predicted_kv", "gates", "tuned_lens", "linear_mlp")  # what their digests in an identity begin with
 Texts = dict[str, int]  # name of a text -> windows of its calibrating part
 
 

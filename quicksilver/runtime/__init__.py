@@ -21,10 +21,19 @@ if TYPE_CHECKING:
         TokenPolicy,
         Transform,
     )
-    from quicksilver.runtime.pass_state import MISSING_KV, CacheMerge, Eviction, Fusion, PassState, Precision, TokenState
+    from quicksilver.runtime.pass_state import (
+        MISSING_KV,
+        CacheMerge,
+        Eviction,
+        Fusion,
+        MLPMapping,
+        PassState,
+        Precision,
+        TokenState,
+    )
     from quicksilver.runtime.run import EXECUTIONS, KVBytes, Run, apply
     from quicksilver.runtime.trace import PassTrace, Trace
-    from quicksilver.runtime.translation import KVTranslator
+    from quicksilver.runtime.translation import KVTranslator, MLPMap
     from quicksilver.runtime.view import CacheView, LayerView
     from quicksilver.runtime.visibility import Span
 
@@ -32,7 +41,7 @@ _HOMES = ("errors", "architecture", "ledger", "module", "pass_state", "run", "tr
 
 __all__ = [
     "EXECUTIONS", "MISSING_KV", "Architecture", "CacheMerge", "CacheView", "ConfigError", "Eviction", "EvictionPolicy", "Flops",
-    "Fusion", "KVBytes", "KVTranslator", "LayerView", "MergePolicy", "PassState", "PassTrace", "Precision", "PrecisionExecutor",
+    "Fusion", "KVBytes", "KVTranslator", "LayerView", "MLPMap", "MLPMapping", "MergePolicy", "PassState", "PassTrace", "Precision", "PrecisionExecutor",
     "QuickSilverError", "Run", "RuntimeModule", "Span", "SpanPolicy", "TokenPolicy", "TokenState", "Trace", "Transform",
     "UnsupportedModelError", "apply", "architecture_of",
 ]  # fmt: skip

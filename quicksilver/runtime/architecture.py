@@ -122,6 +122,11 @@ class Architecture(ABC):
         """The attention module of a layer."""
         return attrgetter(self.parts.attention)(self.layers[layer])
 
+    @property
+    def mlp_params_per_layer(self) -> int:
+        """Weights of matrix products in a feed-forward module."""
+        return sum(m.weight.numel() for m in self.mlp(0).modules() if isinstance(m, (nn.Linear, Conv1D)))
+
     def mlp(self, layer: int) -> nn.Module:
         """The feed-forward module of a layer; every family here calls it `mlp`."""
         return self._layer(layer).mlp

@@ -57,6 +57,14 @@ def translation_flops(plan: LayerPlan, call: LayerCall, forward: Forward) -> int
     return sum(one.packing.width * translators[call.layer].flops_per_token for one in plan.halted if one.translator == call.layer)
 
 
+def mlp_work(plan: LayerPlan) -> tuple[int, int]:
+    """Of a row: tokens whose MLP is not computed, and the operations of what stands in for it."""
+    if plan.mlp is None:
+        return 0, 0
+    computed = plan.packing.width if plan.bits is not None else plan.mlp.exact.width
+    return plan.packing.width - computed, plan.packing.width * plan.mlp.map.flops_per_token
+
+
 def execute_plain(plan: LayerPlan, call: LayerCall, forward: Forward, machine: Machine) -> LayerResult:
     work = LayerWork(forward.batch, forward.n, keys_per_query(machine.visibility, call.layer, forward, keeps_all=True))
     if not plan.observes_kv:
@@ -133,7 +141,7 @@ def execute_compact(plan: LayerPlan, call: LayerCall, forward: Forward, machine:
     else:
         before = packing.take(call.hidden) if forward.carried is None else forward.carried[1]
         inputs = machine.inputs(call, plan, before, SimpleNamespace(update=update))
-        after = packing.of_chosen(before, machine.run_layer(call, inputs, plan.bits))
+        after = packing.of_chosen(before, machine.run_layer(call, inputs, plan.bits, plan.mlp))
         forward.carried = (packing, after) if plan.carries else None
         output = call.hidden if plan.carries else packing.put_all(call.hidden, after)
         if not plan.own_keys_only:
@@ -142,7 +150,7 @@ def execute_compact(plan: LayerPlan, call: LayerCall, forward: Forward, machine:
             keys_seen = None if machine.arch.causal else packing.width
     if store is not None:
         store.advance(forward.n, forward.n_real)
-    work = LayerWork(forward.batch, packing.width, keys_seen, projected, translation_flops(plan, call, forward))
+    work = LayerWork(forward.batch, packing.width, keys_seen, projected, translation_flops(plan, call, forward), *mlp_work(plan))
     return LayerResult(output, packing, work, attended, before, after, plan.slots)
 
 
@@ -171,10 +179,10 @@ def execute_masked(plan: LayerPlan, call: LayerCall, forward: Forward, machine: 
 
     # As under `compact`: K and V of a halted token are projected in full precision, then coded at its width.
     bits = plan.bits if plan.bits is None or packing.real is None else torch.where(packing.real, plan.bits, 16)
-    computed = machine.run_layer(call, machine.inputs(call, plan, hidden, SimpleNamespace(update=update)), bits)
+    computed = machine.run_layer(call, machine.inputs(call, plan, hidden, SimpleNamespace(update=update)), bits, plan.mlp)
     if call.store is not None:
         call.store.advance(forward.n, forward.n_real)
-    work = LayerWork(forward.batch, forward.n, layout.slots.shape[1], 0, translation_flops(plan, call, forward))
+    work = LayerWork(forward.batch, forward.n, layout.slots.shape[1], 0, translation_flops(plan, call, forward), *mlp_work(plan))
     return LayerResult(packing.put(hidden, hidden, computed), packing, work, attended)
 
 

@@ -39,7 +39,7 @@ class Flops:
         nominal: the dense formula on active tokens and present keys: what a perfect implementation would run; no signals.
         paper: App. J, Σ β · (4d² + 8d² + 2h(d + h log N)) over active tokens, for comparison with the paper's numbers only
             (docs/conflicts.md #21, #22). The only ledger in which a bit-width saves anything: in the others an integer product counts
-            as many operations as a float one.
+            as many operations as a float one. It knows no maps: an MLP is charged where one stands in for it.
         signals: the part of `executed` spent on deciding (logit lens, attention probes).
         skippable: what a transform took off `nominal`: products that ran although one factor is zero.
         dense_nominal, dense_paper: the same formulas with every token active in every layer.
@@ -64,17 +64,21 @@ class Flops:
 class LayerWork:
     """One call of one layer: `tokens` through it in each of `batch` rows (padding included), `keys` attended (None: causal among
     themselves), `projected` further tokens a row whose K/V alone were computed, `translation_flops` a row to predict the K/V of later
-    layers."""
+    layers; `mapped` of the tokens without their MLP, and `map_flops` a row for what stands in for it."""
 
     batch: int
     tokens: int
     keys: int | None
     projected: int = 0
     translation_flops: int = 0
+    mapped: int = 0
+    map_flops: int = 0
 
     def flops(self, arch: Architecture) -> int:
         pairs = _causal_pairs(self.tokens, arch.causal_block) if self.keys is None else self.tokens * self.keys
         linear = 2 * arch.linear_params_per_layer * self.tokens + 2 * arch.projection_params_per_layer * self.projected
+        if self.mapped or self.map_flops:
+            linear += self.map_flops - 2 * arch.mlp_params_per_layer * self.mapped
         return self.batch * (linear + self.translation_flops // arch.shares + 4 * arch.n_heads * arch.head_dim * pairs)
 
 
@@ -90,6 +94,7 @@ class PassWork:
     signal_flops: int = 0
     signal_flops_of_rank: int = 0
     translation_flops_per_token: Mapping[int, int] = field(default_factory=dict)  # by source layer of the translators
+    map_flops_per_token: Mapping[int, int] = field(default_factory=dict)  # of what stands in for an MLP, by layer
     past_real: torch.Tensor | int | None = None  # (B,) long, real tokens before the pass, or of all rows; None: every column seen
     past_lengths: list[torch.Tensor | int] | None = None  # entries cached before the pass, by layer: (B,) long, or of all rows
 
@@ -122,6 +127,9 @@ def pass_flops(arch: Architecture, work: PassWork, trace: PassTrace, beta: Mappi
         projected = present & ~active & ((trace.halted_kv == MISSING_KV.index("project")) | predicted)
         nominal = work.translation_flops_per_token.get(layer, 0) * int((projected & (trace.halted_kv == PREDICT)).sum())
         nominal += 2 * arch.linear_params_per_layer * int(active.sum()) + 2 * arch.kv_params_per_layer * int(projected.sum())
+        if layer in work.map_flops_per_token:
+            saved = 2 * arch.mlp_params_per_layer - work.map_flops_per_token[layer]
+            nominal -= saved * sum(int((active & mapping.tokens).sum()) for mapping in trace.mappings)
         nearest = min((limit for limit in reaches if limit is not None), default=None)
         nominal += 4 * arch.n_heads * arch.head_dim * _visible_pairs(arch.causal, nearest, active, present, past)
         dense = 4 * arch.n_heads * arch.head_dim * _visible_pairs(arch.causal, reaches[0], valid, valid, past_real)

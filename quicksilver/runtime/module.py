@@ -31,7 +31,7 @@ from quicksilver.runtime.visibility import Span
 
 if TYPE_CHECKING:
     from quicksilver.runtime.pass_state import TokenState
-    from quicksilver.runtime.translation import KVTranslator
+    from quicksilver.runtime.translation import KVTranslator, MLPMap
     from quicksilver.runtime.view import CacheView, LayerView
 
 
@@ -144,6 +144,11 @@ class TokenPolicy(RuntimeModule, ABC):
     def translators(self) -> Mapping[int, KVTranslator]:
         """Who predicts the K/V of tokens that this policy halts with `missing_kv="predict"`, by the layer they halt after; a replay of
         its trace needs them."""
+        return {}
+
+    @property
+    def mlp_maps(self) -> Mapping[int, MLPMap]:
+        """What stands in for the MLPs of tokens that this policy says, by layer; a replay of its trace needs them."""
         return {}
 
     @property

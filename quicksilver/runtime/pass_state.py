@@ -6,7 +6,7 @@ A pass is one forward of the model: N new columns of B sequences, after whatever
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
@@ -17,7 +17,7 @@ from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.phases import phase
 
 if TYPE_CHECKING:
-    from quicksilver.runtime.translation import KVTranslator
+    from quicksilver.runtime.translation import KVTranslator, MLPMap
     from quicksilver.runtime.view import LayerView
 
 MissingKV = Literal["drop", "project", "copy", "zero", "predict"]
@@ -69,6 +69,7 @@ class PassState(Decisions):
         size: (B, N) float32, original tokens it stands for.
         bits: (B, N) uint8, width of its activations and K/V from the next layer on; 16 = untouched.
         fusions, precisions: what was decided, in order.
+        mlp_maps: what stands in for the MLP of a layer; mappings: for which tokens, one or none.
         merges, evictions: what was merged in the cache, and what left it, after the pass.
     """
 
@@ -79,6 +80,8 @@ class PassState(Decisions):
         self.size = torch.ones(valid.shape, dtype=torch.float32, device=valid.device)
         self.fusions: list[Fusion] = []
         self.precisions: list[Precision] = []
+        self.mlp_maps: Mapping[int, MLPMap] = {}
+        self.mappings: list[MLPMapping] = []
         self.merges: list[CacheMerge] = []
         self.evictions: list[Eviction] = []
         # Host-side facts, so that the common cases need no look at the device.
@@ -93,7 +96,7 @@ class PassState(Decisions):
     @property
     def is_untouched(self) -> bool:
         """Nothing has been decided."""
-        return not (self.any_halted or self.any_kv_skipped or self.fusions or self.precisions)
+        return not (self.any_halted or self.any_kv_skipped or self.fusions or self.precisions or self.mappings)
 
     def n_left(self, layer: int | None = None) -> int | None:
         """How many tokens of each row take part in `layer` (None: have not been halted), where all rows have as many and the host knows it."""
@@ -214,6 +217,14 @@ class Precision:
 
     layer: int
     bits: torch.Tensor
+
+
+@dataclass(frozen=True)
+class MLPMapping:
+    """After `layer`, maps were put in the place of MLPs: `tokens` (B, N) bool, for which."""
+
+    layer: int
+    tokens: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -447,6 +458,20 @@ class TokenState:
             columns = columns.scatter(1, self._index, self._index.gather(1, into))
         state.fusions.append(Fusion(self._layer, columns, self._write_values(torch.ones_like(state.size), weight)))
         self.active = self.active & ~moves
+
+    def map_mlp(self, mask: torch.Tensor, maps: Mapping[int, MLPMap]) -> None:
+        """In later layers that `maps` has, a map stands in for the MLP of these tokens. mask: (B, M) bool.
+
+        Raises:
+            ConfigError: a mask of another shape or dtype, a second call in one pass.
+        """
+        state = self._state
+        self._check_given("map_mlp(mask)", mask, torch.bool)
+        if state.mappings:
+            raise ConfigError("Two modules replace MLPs by maps: give one.")
+        state.mlp_maps = {layer: one for layer, one in maps.items() if layer > self._layer}
+        tokens = self._write(torch.zeros_like(state.valid), mask & self.active, True)
+        state.mappings.append(MLPMapping(self._layer, tokens))
 
     def set_bits(self, mask: torch.Tensor, bits: int) -> None:
         """Quantise tokens to `bits` from the next layer on: the inputs of linear layers, and their K/V. mask: (B, M) bool.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from quicksilver.runtime.architecture import Architecture, Rotary
 from quicksilver.runtime.cache import CacheLayer, Entries, KVLayout
@@ -17,7 +19,7 @@ from quicksilver.runtime.ledger import LayerWork, PassWork
 from quicksilver.runtime.module import PrecisionExecutor
 from quicksilver.runtime.pass_state import PassState, Ranges, count_of
 from quicksilver.runtime.phases import phase
-from quicksilver.runtime.translation import KVTranslator, PredictedKV
+from quicksilver.runtime.translation import KVTranslator, MLPMap, PredictedKV
 from quicksilver.runtime.visibility import Visibility
 
 Way = Literal["plain", "append", "compact", "masked"]
@@ -154,6 +156,41 @@ class HaltedKV:
 
 
 @dataclass(frozen=True)
+class MappedMLP:
+    """A map stands in for a layer's MLP.
+
+    Attributes:
+        map: what does.
+        exact: which of the layer's packed tokens have their MLP computed all the same.
+    """
+
+    map: MLPMap
+    exact: Packing
+
+    @contextmanager
+    def put_into(self, mlp: nn.Module, *, whole: bool) -> Iterator[None]:
+        """For the length of the context; `whole`: the MLP is given all tokens, and what it returns for mapped ones is thrown away."""
+        own, original, exact = mlp.__dict__.get("forward"), mlp.forward, self.exact
+
+        def forward(states: torch.Tensor) -> torch.Tensor:
+            """(B, A, D) -> (B, A, D)."""
+            mapped = self.map(states)
+            if exact.width == 0:
+                return mapped
+            computed = exact.take(original(states)) if whole else original(exact.take(states))
+            return exact.put(mapped, exact.take(mapped), computed)
+
+        mlp.forward = forward
+        try:
+            yield
+        finally:
+            if own is None:
+                del mlp.forward
+            else:
+                mlp.forward = own
+
+
+@dataclass(frozen=True)
 class LayerPlan:
     """Everything that the execution of one layer needs, known before it runs.
 
@@ -165,6 +202,7 @@ class LayerPlan:
         halted: further entries, of halted tokens, after those of the computed ones.
         pieces: how both are put into slot order without sorting; None: `layout` sorts them.
         bits: (B, A) uint8, widths of the computed tokens; None: nothing is quantised.
+        mlp: what stands in for the MLP, and for which tokens; None: nothing.
         mask: (B, 1, A, K), as attention takes it; None: none, the kernel's own causality.
         own_keys_only: queries attend to nothing but the keys computed with them.
         observes_kv: whether K and V are needed afterwards.
@@ -179,6 +217,7 @@ class LayerPlan:
     halted: tuple[HaltedKV, ...] = ()
     pieces: Pieces | None = None
     bits: torch.Tensor | None = None
+    mlp: MappedMLP | None = None
     mask: torch.Tensor | None = None
     own_keys_only: bool = False
     observes_kv: bool = True
@@ -258,11 +297,14 @@ class Machine:
         return self.precision.quantize_dequantize_kv(states, bits)
 
     @phase("layer")
-    def run_layer(self, call: LayerCall, inputs: dict[str, Any], bits: torch.Tensor | None) -> torch.Tensor:
-        """The frozen layer on `inputs`, with the inputs of its linear layers at widths `bits` (B, A)."""
-        if bits is None or self.precision is None:
-            return call.original(**inputs)
-        return self.precision.run_layer(self.arch.layers[call.layer], bits, lambda: call.original(**inputs))
+    def run_layer(
+        self, call: LayerCall, inputs: dict[str, Any], bits: torch.Tensor | None, mlp: MappedMLP | None = None
+    ) -> torch.Tensor:
+        """The frozen layer on `inputs`, with the inputs of its linear layers at widths `bits` (B, A), and `mlp` in the place of its MLP."""
+        with nullcontext() if mlp is None else mlp.put_into(self.arch.mlp(call.layer), whole=bits is not None):
+            if bits is None or self.precision is None:
+                return call.original(**inputs)
+            return self.precision.run_layer(self.arch.layers[call.layer], bits, lambda: call.original(**inputs))
 
     def inputs(self, call: LayerCall, plan: LayerPlan, hidden: torch.Tensor, port: Any) -> dict[str, Any]:
         """Arguments for the layer on the packed tokens `hidden` (B, A, D), with `port` in the place of the cache."""
@@ -332,6 +374,7 @@ class Forward:
         self._packing: Packing | None = None
         self._kept: dict[str, Packing] | None = None
         self._prediction_packing: dict[int, Packing] = {}
+        self._exact: tuple[Packing, Packing] | None = None
 
     def _padding_mask(self, mask: Any, device: torch.device) -> torch.Tensor | None:
         """(B, seen + N) bool, or None where nothing is padding."""
@@ -398,6 +441,16 @@ class Forward:
             self._packing = Packing.of(state.active(layer), state.n_left(layer), state.ranges_left(layer))
             self._kept = None
         return self._packing
+
+    def mlp(self, layer: int, packing: Packing) -> MappedMLP | None:
+        """What stands in for the MLP of `layer`, whose packed tokens are in `packing`; None: nothing."""
+        state = self.executed
+        if layer not in state.mlp_maps or packing.width == 0:
+            return None
+        if self._exact is None or self._exact[0] is not packing:
+            exact = ~packing.take(state.mappings[0].tokens)
+            self._exact = packing, Packing.of(exact if packing.real is None else exact & packing.real)
+        return MappedMLP(state.mlp_maps[layer], self._exact[1])
 
     def kept(self, layer: int) -> dict[str, Packing]:
         """The columns of halted tokens that are seen in `layer`, by where their K/V come from, but for predicted ones."""
@@ -551,7 +604,8 @@ class Planner:
             # Padding is computed at a width its row has anyway, lest it ask for products of a width that no token has.
             bits = torch.where(packing.real, bits, bits[:, :1])
         return LayerPlan(
-            "compact", packing, found.own["slots"], target, found.layout, halted, found.pieces, bits, found.mask, found.own_keys_only,
+            "compact", packing, found.own["slots"], target, found.layout, halted, found.pieces, bits, forward.mlp(call.layer, packing),
+            found.mask, found.own_keys_only,
         )  # fmt: skip
 
     def _arrangement(self, call: LayerCall, forward: Forward, packing: Packing, halted: tuple[HaltedKV, ...]) -> Arrangement:
@@ -640,4 +694,9 @@ class Planner:
             real = state.kept(layer, "predict") & (state.halt_layer == source_layer - 1)
             name = "project" if source_layer == layer else "predict"
             halted.append(HaltedKV(name, Packing(None, real, forward.n), source_layer))
-        return LayerPlan("masked", packing, state.slots, target, layout, tuple(halted), bits=facts.get("bits"), mask=mask)
+        mlp = None
+        if layer in state.mlp_maps:
+            mlp = MappedMLP(state.mlp_maps[layer], Packing(None, ~state.mappings[0].tokens, forward.n))
+        return LayerPlan(
+            "masked", packing, state.slots, target, layout, tuple(halted), bits=facts.get("bits"), mlp=mlp, mask=mask
+        )

@@ -185,6 +185,11 @@ class Run:
         return BETA if precision is None else precision.beta
 
     @property
+    def map_flops_per_token(self) -> Mapping[int, int]:
+        """Of what stood in for MLPs in the last pass, by layer."""
+        return self._passes[-1][0].map_flops_per_token if self._passes else {}
+
+    @property
     def kv_bytes(self) -> KVBytes:
         """Bytes of the last cache written, zero where none was."""
         layers = self.kv_bytes_by_layer
@@ -355,6 +360,7 @@ class Run:
             current.past_lengths = [current.past_real] * self.arch.n_layers
         work.past_real, work.past_lengths = current.past_real, current.past_lengths
         work.translation_flops_per_token = {t.source_layer: t.flops_per_token for t in current.decisions.translators.values()}
+        work.map_flops_per_token = {layer: one.flops_per_token for layer, one in current.decisions.mlp_maps.items()}
         if (self._deciding.merging or self._deciding.evicting) and cache is not None:
             self._deciding.about_cache(cache, current)
         self._passes.append((work, PassTrace.of(current.decisions, current.seen)))

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from quicksilver.runtime.errors import ConfigError
-from quicksilver.runtime.pass_state import CacheMerge, Decisions, Eviction, Fusion, PassState, Precision
+from quicksilver.runtime.pass_state import CacheMerge, Decisions, Eviction, Fusion, MLPMapping, PassState, Precision
 from quicksilver.runtime.reading import parse_json
 
 SCHEMA = "quicksilver-trace-2"
@@ -25,7 +25,9 @@ PACKED = ".xz"  # suffix of a file that `pack` made; `Trace.load` reads both
 _ABOUT = "quicksilver"  # key of the one entry of metadata, a JSON object
 _TENSORS = ("valid", "halt_layer", "halted_kv", "resume_layer", "kv_layer", "fused_layer")
 # Kept as `fusions`, …
-_EVENTS: dict[str, type[Any]] = {"fusion": Fusion, "precision": Precision, "merge": CacheMerge, "eviction": Eviction}
+_EVENTS: dict[str, type[Any]] = {
+    "fusion": Fusion, "precision": Precision, "merge": CacheMerge, "eviction": Eviction, "mapping": MLPMapping,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,12 @@ class PassTrace(Decisions):
     precisions: tuple[Precision, ...] = ()
     merges: tuple[CacheMerge, ...] = ()
     evictions: tuple[Eviction, ...] = ()
+    mappings: tuple[MLPMapping, ...] = ()
 
     @classmethod
     def of(cls, state: PassState, first_column: int) -> PassTrace:
         tensors = (getattr(state, name) for name in _TENSORS)
-        events = (tuple(of) for of in (state.fusions, state.precisions, state.merges, state.evictions))
+        events = (tuple(getattr(state, f"{name}s")) for name in _EVENTS)
         return cls(state.n_layers, first_column, *tensors, *events)
 
     def bits(self, layer: int) -> torch.Tensor:
@@ -65,7 +68,7 @@ class PassTrace(Decisions):
     @property
     def decided(self) -> bool:
         """Whether anything was decided about any token of the pass."""
-        if self.fusions or self.precisions or self.merges or self.evictions:
+        if any(getattr(self, f"{name}s") for name in _EVENTS):
             return True
         stopped = (self.halt_layer, self.kv_layer, self.fused_layer)
         return any(int(layers.min()) < self.n_layers - 1 for layers in stopped if layers.numel())

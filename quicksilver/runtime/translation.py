@@ -1,4 +1,4 @@
-"""What the runtime asks of whoever predicts the K/V of halted tokens (`missing_kv="predict"`)."""
+"""What the runtime asks of fitted maps: who predicts the K/V of halted tokens (`missing_kv="predict"`), who stands in for an MLP."""
 
 from __future__ import annotations
 
@@ -81,4 +81,19 @@ class KVTranslator(Protocol):
         Returns:
             In the dtype of `hidden`, of the heads that this process has (`arch.ranks`).
         """
+        ...
+
+
+class MLPMap(Protocol):
+    """Stands in for the MLP of one layer.
+
+    Attributes:
+        flops_per_token: floating-point operations of a call for one token.
+    """
+
+    @property
+    def flops_per_token(self) -> int: ...
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """What the MLP is given -> about what it returns: (B, M, D) each, in the same dtype."""
         ...

@@ -10,8 +10,8 @@ import torch
 from thinning import first
 
 from quicksilver.fitting.controls import FittedPrediction, OracleExit, share_that_saves, static_schedule
-from quicksilver.fitting.fit import FitCost, FitText, fit_lens, fit_translators, priced
-from quicksilver.fitting.schedules import KLToDense, distill, saved_pct, search
+from quicksilver.fitting.fit import FitCost, FitText, fit_lens, fit_mlp_maps, fit_translators, priced
+from quicksilver.fitting.schedules import KLToDense, by_kl, distill, saved_pct, search
 from quicksilver.models.loading import EMBEDDED
 from quicksilver.modules import Halting, Schedule, signals
 from quicksilver.modules.calibration import calibrate
@@ -49,7 +49,28 @@ def test_streamed_sums_solve_to_the_ridge_regression_of_all_data(name: str) -> N
         assert translator.provenance["tokens"] == fit_on.ids.numel()
 
 
-@pytest.mark.parametrize("fit", [lambda *given: fit_translators(*given, [1]), fit_lens], ids=["translators", "lens"])
+@torch.no_grad()
+@pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
+def test_a_linear_mlp_is_the_ridge_regression_of_what_the_mlp_returns(name: str) -> None:
+    arch, fit_on, met = architecture_of(tiny.load(name)), text(), {}
+    found = fit_mlp_maps(arch, fit_on, [3, 1], ridge=0.01, batch_size=5)
+    assert found.layers == (1, 3)
+    for layer in found.layers:
+        with arch.mlp(layer).register_forward_hook(lambda _, args, output, at=layer: met.update({at: (args[0], output)})):
+            arch.model(fit_on.ids)
+        given, returned = (part.flatten(0, 1) for part in met[layer])
+        x = torch.cat([torch.ones_like(given[:, :1]), given], dim=1).double()
+        wanted = torch.linalg.solve(x.T @ x + 0.01 * (x.T @ x).diagonal().mean() * torch.eye(x.shape[1]), x.T @ returned.double())
+        torch.testing.assert_close(found.weight[found.layers.index(layer)].double(), wanted, atol=1e-4, rtol=1e-3)
+    with tiny.refused("layer 0 has no map"):
+        fit_mlp_maps(arch, fit_on, [0])
+
+
+@pytest.mark.parametrize(
+    "fit",
+    [lambda *given: fit_translators(*given, [1]), fit_lens, lambda *given: fit_mlp_maps(*given, [1])],
+    ids=["translators", "lens", "mlp"],
+)
 def test_a_frozen_model_is_run_without_gradients(fit) -> None:
     arch, seen = architecture_of(tiny.load("gpt2")), set()
     note = lambda *_: seen.add(torch.is_grad_enabled())
@@ -131,6 +152,13 @@ def test_the_search_takes_the_least_kl_of_what_saves_enough() -> None:
     assert [one.kl_nats for one in found] == sorted(one.kl_nats for one in found)
     assert all(one.saved_pct >= 30 for one in found)
     assert found[0].kl_nats == pytest.approx(float(judge.of(found[0].schedule.halting(translator=zeros.bound(arch))).mean()))
+    maps = tiny.random_mlp_maps(arch)
+    costs = by_kl(judge, maps)
+    assert list(costs.values()) == sorted(costs.values())
+    both = search(judge, [zeros], 0.4, protect_last=(2,), maps=maps, order=[*costs])
+    linear = next(one.schedule for one in both if one.schedule.linear_mlp)
+    assert len(both) == 2
+    assert linear.linear_mlp == tuple(sorted([layer for layer in costs if layer < 2][: len(linear.linear_mlp)]))
     with tiny.refused("from layer 2 saves 0.99"):
         search(judge, [zeros], 0.99)
 

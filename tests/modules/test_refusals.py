@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from drawing import Preset
+from drawing import Preset, RandomMLP
 from looking import LAYERS, Pass, architecture
 
 import quicksilver.baselines
@@ -43,6 +43,7 @@ from quicksilver.modules import (
     Halting,
     KVSkipping,
     LearnedHalting,
+    LinearMLP,
     PresetHalting,
     Replay,
     Schedule,
@@ -54,7 +55,7 @@ from quicksilver.modules.checks import TokenMask
 from quicksilver.modules.learned_halting import TrainedGates
 from quicksilver.modules.signals import make_signal
 from quicksilver.runs.config import compose
-from quicksilver.runtime import ConfigError, RuntimeModule, Trace, apply
+from quicksilver.runtime import ConfigError, RuntimeModule, Trace, apply, architecture_of
 from quicksilver.runtime.options import Count, Fractions, Odd, Options, Positive, Share, TokenIds, at_least
 
 # -- one option alone --------------------------------------------------------------------------------------------------------------
@@ -314,6 +315,10 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: make_signal({"last_queries": 3}), "signal=None.*drift"),
     (lambda: Schedule(1, 1.5, 3), "drop_share=1.5 is out of range"),
     (lambda: Schedule(3, 0.25, 3), "drop earlier than you predict"),
+    (lambda: Schedule(1, 0.25, 3, linear_mlp=(1, 3)), "no token has an MLP from layer 3 on. Leave 3 out"),
+    (lambda: LinearMLP(layers=[0, 1]), "give layers from 1"),
+    (lambda: RandomMLP(layers=[1, 9]).bind(architecture_of(tiny.load("gpt2"))), "no map stands in for the MLP of layer 9. There are: 1, 2, 3, 4"),
+    (lambda: LinearMLP().bind(architecture(tiny.LAYERS)), "maps='embedded'.*fit them for this model"),
     (lambda: Schedule(1, 0.25, 5).halting("drop").bind(architecture(tiny.LAYERS)), "before=5 is layer 5, where halting saves nothing"),
     (lambda: apply(tiny.load("gpt2"), [SlidingWindow(), SinkAttention()]), "2 modules limit how far back"),
     (lambda: apply(tiny.load("gpt2"), [Int8Dynamic(), AdaptiveQuantization()]), "Int8Dynamic and AdaptiveQuantization"),

@@ -120,7 +120,7 @@ def test_the_oldest_are_dropped_and_all_but_the_protected_are_predicted(name: st
 def test_what_the_search_counts_is_what_a_run_executes(name: str) -> None:
     model = tiny.load(name)
     arch = architecture_of(model)
-    for changes in ({}, {"drop_share": 0.0}, {"predict_before": 2, "protect_last": 1}, {"tile": 16}):
+    for changes in ({}, {"drop_share": 0.0}, {"predict_before": 2, "protect_last": 1}, {"tile": 16}, {"linear_mlp": (1, 2)}):
         one = replace(SCHEDULE, **changes)
         head = (N - 1) * 2 * arch.vocab_size * arch.width  # the test asks for all logits, a prompt for one
         executed, dense = (

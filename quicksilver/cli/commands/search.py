@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     from quicksilver.fitting.schedules import Candidate
     from quicksilver.models.loading import Loaded
     from quicksilver.modules.fitted import Translator
+    from quicksilver.modules.linear_mlp import MLPMaps
     from quicksilver.records.record import Record
     from quicksilver.runs.context import RunContext
     from quicksilver.runs.dials import Fit as FittedDial
     from quicksilver.runtime.architecture import Architecture
 
+ORDERED_ON = 16  # windows, for which layers have linear MLPs while a translator is distilled
 TRAINED_FOR = (0.4, 0.5)  # shares saved by the schedules that `distill` trains for, each with either number of protected tokens
 TEXTS = ("python-docs", "wikitext103")
 
@@ -192,6 +194,7 @@ class Fit(Command):
     quicksilver fit model=reference-gpt2 layers=[9,10]
     quicksilver fit model=gpt2-large text=[wikitext103,python-docs] windows=480 data.root=/folder
     quicksilver fit model=reference-gpt2 layers=[9] distill=120
+    quicksilver fit model=far-gpt2 layers=[10,11] mlp=[1,2,3,4,5,6,7,9]
     quicksilver fit model=reference-gpt2 lens=true
 
     Makes one dense pass over the fitting half of the calibration text. Memory does not grow with the text. Repeat a stopped command to resume
@@ -201,6 +204,7 @@ class Fit(Command):
 
     takes = "run"
     layers: list[Count] = key("[7,8]", "source layers, from 0; default: a third to three quarters of the depth", factory=list)
+    mlp: list[Positive] = key("[1,2]", "layers, from 1, for whose MLPs linear maps are fitted too", factory=list)
     text: list[str] = key(*_TEXT, factory=lambda: [*TEXTS])
     windows: Positive = key("240", "at most this many windows of protocol.window_tokens", 240)
     ridge: Annotated[float, check_positive] = key("0.003", "penalty, as a multiple of the mean of the diagonal", 3e-3)
@@ -212,19 +216,29 @@ class Fit(Command):
 
     def main(self) -> int:
         """Fit, write, and name the files."""
-        written = self.fit(compose(self.overrides))
-        for path in written:
-            print(f"translator={path} ({path.stat().st_size / 1e6:.2f} MB)")
+        config = compose(self.overrides)
+        written = self.fit(config)
+        maps = self._mlp_maps(config) if self.mlp else None
+        for path in [*written, *([maps] if maps else [])]:
+            print(f"{'mlp_maps' if path == maps else 'translator'}={path} ({path.stat().st_size / 1e6:.2f} MB)")
         if not (self.lens or self.control):
-            given = f"{_without_modules(self.overrides)} save=0.4 text=[{','.join(self.text)}]"
+            given = (
+                f"{_without_modules(self.overrides)} save=0.4 text=[{','.join(self.text)}]{f' mlp_maps={maps}' if maps else ''}"
+            )
             print(f"Choose who stops where:\n  quicksilver schedule {given} translators=[{','.join(map(str, written))}]")
         return 0
 
+    def _mlp_maps(self, config: RunConfig) -> Path:
+        """The maps' file, where `fit` left it."""
+        return (
+            Path(self.output) if self.output else Path(config.results_dir) / "translators"
+        ) / f"{config.model.name}.mlp.safetensors"
+
     def fit(self, config: RunConfig) -> list[Path]:
-        """The files written, one for each source layer."""
+        """The translators' files, one for each source layer."""
         import torch
 
-        from quicksilver.fitting.fit import check_source_layers, fit_lens, fit_translators, priced
+        from quicksilver.fitting.fit import check_source_layers, fit_lens, fit_mlp_maps, fit_translators, priced
         from quicksilver.runs.context import RunContext
         from quicksilver.runtime.architecture import architecture_of
 
@@ -241,6 +255,9 @@ class Fit(Command):
             path = folder / f"{name}.lens.safetensors"
             fit_lens(arch, text, ridge=self.ridge, progress=bar("fitting")).save(path, dtype)
             return [path]
+        maps = fit_mlp_maps(arch, text, self.mlp, ridge=self.ridge, progress=bar("fitting MLPs")) if self.mlp else None
+        if maps:
+            maps.save(self._mlp_maps(config), dtype)
         control = f".{self.control}" if self.control else ""
 
         def fitted() -> dict[int, Translator]:
@@ -248,7 +265,7 @@ class Fit(Command):
             steps = bar(f"fitting {name}")
             found = fit_translators(arch, text, layers, ridge=self.ridge, control=self.control, checkpoint=sums, progress=steps)
             prompt = config.protocol.prompt_tokens
-            return {at: self._distilled(arch, one, text, prompt) if self.distill else one for at, one in found.items()}
+            return {at: self._distilled(arch, one, maps, text, prompt) if self.distill else one for at, one in found.items()}
 
         found, cost = priced(fitted, model=name, layers=layers, distill_steps=self.distill, tokens=text.ids.numel())
         written = {layer: folder / f"{name}.layer{layer}{control}.safetensors" for layer in found}
@@ -258,15 +275,21 @@ class Fit(Command):
         cost.save(folder / f"{name}{control}.cost.json")
         return [*written.values()]
 
-    def _distilled(self, arch: Architecture, translator: Translator, text: FitText, prompt_tokens: int) -> Translator:
-        from quicksilver.fitting.schedules import PROTECT_LAST, distill, smallest_schedule
+    def _distilled(
+        self, arch: Architecture, translator: Translator, maps: MLPMaps | None, text: FitText, prompt_tokens: int
+    ) -> Translator:
+        from quicksilver.fitting.schedules import PROTECT_LAST, KLToDense, by_kl, distill, fewest_linear_mlps, smallest_schedule
 
         layer = translator.source_layer
-        asked = ((last, saved) for last in reversed(PROTECT_LAST) for saved in TRAINED_FOR)
-        found = (smallest_schedule(arch, layer, last, saved, prompt_tokens) for last, saved in asked)
+        asked = [(arch, layer, last, saved, prompt_tokens) for last in reversed(PROTECT_LAST) for saved in TRAINED_FOR]
+        if maps:
+            order = [*by_kl(KLToDense(arch, text.ids[:ORDERED_ON], prompt_tokens), maps)]
+            found = [fewest_linear_mlps(*one, order) for one in asked]
+        else:
+            found = [smallest_schedule(*one) for one in asked]
         return distill(
             arch, translator, text.ids, [schedule for schedule in found if schedule is not None], steps=self.distill,
-            prompt_tokens=prompt_tokens, progress=bar(f"distilling layer {layer}", "step"),
+            prompt_tokens=prompt_tokens, maps=maps, progress=bar(f"distilling layer {layer}", "step"),
         )  # fmt: skip
 
 
@@ -282,6 +305,7 @@ class Schedule(Command):
     takes = "run"
     save: list[InnerShare] = key("SHARE", "of the prompt's executed FLOPs, one or several: save=[0.4,0.5]", factory=list)
     translators: list[str] = key("[…]", "files of `quicksilver fit`", factory=list)
+    mlp_maps: str | None = key("FILE", "linear MLPs of `quicksilver fit`, which schedules may use")
     text: list[str] = key(*_TEXT, factory=lambda: [*TEXTS])
     windows: Positive = key("64", "windows of the choosing half", 64)
     output: str | None = key("FILE", "default: results_dir/translators/MODEL.schedules.yaml")
@@ -293,8 +317,9 @@ class Schedule(Command):
             raise ConfigError(f"Give budgets and translators: {asked}.")
         import yaml
 
-        from quicksilver.fitting.schedules import KLToDense, search
+        from quicksilver.fitting.schedules import KLToDense, by_kl, search
         from quicksilver.modules.fitted import Translator, model_digest
+        from quicksilver.modules.linear_mlp import MLPMaps
         from quicksilver.modules.staged_halting import shipped_with_schedules
         from quicksilver.runs.context import RunContext
         from quicksilver.runtime.architecture import architecture_of
@@ -305,12 +330,16 @@ class Schedule(Command):
         loaded = RunContext().model(config)
         arch = architecture_of(loaded.model)
         translators = {file: Translator.load(file) for file in self.translators}
-        for translator in translators.values():
-            translator.check(arch)
+        maps = MLPMaps.load(self.mlp_maps) if self.mlp_maps else None
+        for fitted in [*translators.values(), *([maps] if maps else [])]:
+            fitted.check(arch)
         text = calibration_half(config, self.text, loaded, "choose", self.windows, self.overrides, continued=True)
         judge, schedules = KLToDense(arch, text.ids, config.protocol.prompt_tokens), dict[float, Any]()
+        order = by_kl(judge, maps) if maps else {}
+        for layer, kl_nats in order.items():
+            print(f"  linear MLP {layer:<16} KL {kl_nats:.4f} nats", flush=True)
         for share in self.save:
-            found, pct = search(judge, [*translators.values()], share, progress=_say), percent(share)
+            found, pct = search(judge, [*translators.values()], share, progress=_say, maps=maps, order=[*order]), percent(share)
             schedules[int(pct) if pct.is_integer() else pct] = _entry(found)
             print(f"To save {pct:g}%: {found[0].schedule}\n")
         windows = {name: said["windows"] for name, said in text.provenance["texts"].items()}
@@ -319,6 +348,9 @@ class Schedule(Command):
             "translators": {one.source_layer: one.digest for one in translators.values()},
             "files": {one.source_layer: os.path.relpath(file, path.parent) for file, one in translators.items()}, "schedules": schedules,
         }  # fmt: skip
+        if maps:
+            content["mlp_maps"] = os.path.relpath(str(self.mlp_maps), path.parent)
+            content["linear_mlp_kl_nats"] = {layer: round(kl_nats, 5) for layer, kl_nats in order.items()}
         rule = "chosen by KL to dense on calibration text, by the rule of docs/predicted-kv.md (quicksilver schedule)"
         write_atomically(path, f"# {config.model.name}: {rule}.\n{yaml.safe_dump(content, sort_keys=False)}".encode())
         print(f"Written: {path}")

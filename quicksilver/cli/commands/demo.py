@@ -40,8 +40,8 @@ class Demo(Command):
     quicksilver demo save=0.2 text="A paragraph of your own, of some length."
 
     The first three quarters of the text are a prompt. The rest is scored from the cache that the prompt left. For save=0.4 or 0.5 it uses the
-    model's own schedule: the oldest tokens are dropped early. Nearly all others stop later, and their keys and values are predicted. At other
-    shares, the tokens that get the least attention leave early. Nothing is downloaded.
+    model's own schedule: most tokens stop halfway, and their keys and values are predicted. Before that, linear maps stand in for some of their
+    MLPs. At other shares, the tokens that get the least attention leave early. Nothing is downloaded.
     """
 
     save: InnerShare = key(
@@ -121,7 +121,7 @@ def _module(model: Any, save: float, prompt: int) -> tuple[Any, str]:
     from quicksilver.modules.staged_halting import PresetHalting
 
     if round(100 * save, 6) in SCHEDULED_PCT:
-        return PresetHalting(save=save), "The oldest are dropped, others' keys and values are predicted for the layers they miss."
+        return PresetHalting(save=save), "Most stop halfway, and their keys and values are predicted for the layers they miss."
     return Halting.from_preset(model, save=save, prompt_tokens=prompt), "Those that get the least attention are dropped."
 
 

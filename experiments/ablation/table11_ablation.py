@@ -36,7 +36,7 @@ BESIDE: dict[str, dict[str, str | tuple[str, str]]] = {
         "truncated.ends": ("both ends kept", "truncated_ends"),
     },
     # What later layers see of the tokens that leave is predicted instead of dropped: the model's own schedules (docs/predicted-kv.md).
-    "Ours: most tokens stop halfway, with K/V from a fitted linear map; linear MLPs save the rest, or the oldest are dropped": {
+    "Ours: most tokens stop halfway, and a fitted linear map predicts their K/V": {
         "predicted.40": "at 40%",
         "predicted.50": "at 50%",
     },

@@ -109,7 +109,7 @@ TABLE_1: dict[str, tuple[tuple[str, str, str, str, str], tuple[str, ...]]] = {
         ("",) * 5,
         (
             *("PromptTruncation", "PromptPruning", "OneShotHalting", "HeavyHitter", "StagedHalting", "PresetHalting"),
-            *("LearnedHalting", "ChannelSparsity", "BlockAttention"),
+            *("LearnedHalting", "LinearMLP", "ChannelSparsity", "BlockAttention"),
         ),
     ),
 }

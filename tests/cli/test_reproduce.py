@@ -449,7 +449,7 @@ SECOND, PROMPT = "reference-gpt2-seed43.continuation", "tuned.halting_prompt.15"
         (LLAMA, "continuation", key, column) for key in ("tuned.halting.15", PROMPT) for column in ("prompt_executed_flops_saved_pct", "delta_ppl_pct")]),
     ("for truncation ({:+.1f}% against {:+.1f}%)", [(LLAMA, "continuation", key, "recall_delta_ppl_pct") for key in ("truncated", "40")]),
     ("far-llama {:+.1f} to {:+.1f}% of perplexity", [(USED, f"far-llama.{text}.960", "40", "delta_ppl_pct") for text in ("docs", "source")]),
-    ("far-gpt2 {:+.1f} to {:+.1f}% on code", [(USED, f"far-gpt2.{text}.960", "40", "delta_ppl_pct") for text in ("docs", "source")]),
+    ("far-gpt2 {:+.1f} to {:+.1f}% on code", [(USED, f"far-gpt2.{text}.960", "40", "delta_ppl_pct") for text in ("source", "docs")]),
     ("truncation costs far-gpt2 {:+.0f}% [{:+.0f}, {:+.0f}], and prediction {:+.0f}% [{:+.0f}, {:+.0f}]", [
         (USED, "far-gpt2.recall.960", key, f"delta_ppl_pct{end}") for key in ("truncated", "40") for end in ("", "_low", "_high")]),
     ("far-gpt2 finds {:.0f}%; {:.0f}% can be guessed", [("table_needle", "far-gpt2", "dense", column) for column in ("found", "none")]),

@@ -221,11 +221,12 @@ def _random_translator(shape: ModelShape, layer: int) -> Translator:
     return Translator(layer, weight, shape, weights_digest="random")
 
 
-def random_mlp_maps(architecture: Architecture) -> MLPMaps:
-    """Maps of about the size of the MLPs, for all layers but the first."""
-    layers, width = tuple(range(1, architecture.n_layers)), architecture.width
-    weight = torch.randn(len(layers), 1 + width, width, generator=torch.Generator().manual_seed(3)) / width**0.5
-    return MLPMaps(layers, weight, ModelShape.of(architecture), model_digest(architecture.model))
+def random_mlp_maps(architecture: Architecture, neurons: Sequence[int] = (0, 5, 2)) -> MLPMaps:
+    """Maps of about the size of the MLPs, for all layers but the first; these neurons of each stay."""
+    layers, width, n = tuple(range(1, architecture.n_layers)), architecture.width, len(neurons)
+    weight = torch.randn(len(layers), 1 + width + n, width, generator=torch.Generator().manual_seed(3)) / width**0.5
+    kept = (tuple(neurons),) * len(layers) if neurons else ()
+    return MLPMaps(layers, weight, ModelShape.of(architecture), model_digest(architecture.model), neurons=kept)
 
 
 @dataclass
@@ -236,8 +237,7 @@ class MapsMLPs(TokenPolicy):
     priority, halts = 5, False
 
     def bind(self, architecture: Architecture) -> None:
-        weight = next(architecture.layers[0].parameters())
-        self._maps = random_mlp_maps(architecture).of_layers([1, 3], weight)
+        self._maps = random_mlp_maps(architecture).of_layers([1, 3], architecture)
 
     @property
     def mlp_maps(self) -> dict[int, LinearMap]:

@@ -25,7 +25,7 @@ from quicksilver.files import write_atomically
 from quicksilver.fitting.training import TrainingFile
 from quicksilver.measure.memory import peak_memory
 from quicksilver.modules.fitted import Lens, ModelShape, Translator, model_digest
-from quicksilver.modules.linear_mlp import MLPMaps
+from quicksilver.modules.linear_mlp import MLPMaps, Neurons
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
 
@@ -263,35 +263,71 @@ def fit_mlp_maps(
     text: FitText,
     layers: Sequence[int],
     *,
+    neurons: int = 0,
     ridge: float = RIDGE,
     batch_size: int = 4,
     progress: Progress = iter,
 ) -> MLPMaps:
     """What stands in for the MLPs of `layers`: from what each is given to what it returns, by ridge regression on a dense pass.
 
+    Args:
+        neurons: so many of each stay. A first pass fits the activation of each linearly to what the MLP is given. Those stay whose mean
+            squared error, times the squared norm of what the neuron writes, is largest.
+
     Raises:
-        ConfigError: a layer that the model lacks, or 0, after which a module first decides; too little text.
+        ConfigError: a layer that the model lacks, or 0, after which a module first decides; more neurons than there are; too little text.
     """
     arch = architecture
     if wrong := [layer for layer in layers if not 1 <= layer < arch.n_layers]:
         raise ConfigError(f"mlp={list(layers)}: layer {wrong[0]} has no map: give layers from 1 to {arch.n_layers - 1}.")
-    sums = {layer: Sums(arch.width, arch.width) for layer in sorted(set(layers))}
+    asked, tokens = sorted(set(layers)), text.ids.numel()
+    most = arch.mlp_writer(asked[0]).shape[0] if neurons else 0
+    if neurons > most:
+        raise ConfigError(f"neurons={neurons}: an MLP of {arch.config.model_type} has {most} here. Give at most as many.")
 
-    def met(layer: int) -> Callable[..., None]:
-        def hook(_: object, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-            sums[layer].add_targets(sums[layer].add(args[0].float().flatten(0, 1)), output.float().flatten(0, 1))
+    def passed(meet: Callable[[int, torch.Tensor, torch.Tensor], None]) -> None:
+        """`meet` is told what the MLP of each layer is given and returns: (T, D) each."""
+        with ExitStack() as stack:
+            for layer in asked:
 
-        return hook
+                def hook(_: object, args: tuple[torch.Tensor, ...], output: torch.Tensor, layer: int = layer) -> None:
+                    meet(layer, args[0].flatten(0, 1), output.float().flatten(0, 1))
 
-    with ExitStack() as stack:
-        for layer in sums:
-            stack.callback(arch.mlp(layer).register_forward_hook(met(layer)).remove)
-        for batch in progress(text.ids.split(batch_size)):
-            arch.base(input_ids=batch.to(arch.model.device), use_cache=False)
-    tokens = text.ids.numel()
-    weight = torch.stack([one.solution(tokens, ridge, f"in the MLP of layer {layer}").float() for layer, one in sums.items()])
+                stack.callback(arch.mlp(layer).register_forward_hook(hook).remove)
+            for batch in progress(text.ids.split(batch_size)):
+                arch.base(input_ids=batch.to(arch.model.device), use_cache=False)
+
+    def solved(layer: int) -> torch.Tensor:
+        return sums[layer].solution(tokens, ridge, f"in the MLP of layer {layer}")
+
+    kept: dict[int, list[int]] = {}
+    if neurons:
+        every = {layer: Neurons.of(arch, layer) for layer in asked}
+        sums = {layer: Sums(arch.width, most) for layer in asked}
+        squares = {layer: torch.zeros(most, dtype=torch.float64) for layer in asked}
+
+        def explain(layer: int, given: torch.Tensor, _: torch.Tensor) -> None:
+            found = every[layer](given).float()
+            squares[layer] += found.square().sum(0).cpu().double()
+            sums[layer].add_targets(sums[layer].add(given.float()), found)
+
+        passed(explain)
+        for layer, one in sums.items():
+            w = solved(layer)
+            error = squares[layer] - (w * (2 * one.xy - one.xx @ w)).sum(0)
+            written = arch.mlp_writer(layer).double().square().sum(1).cpu()
+            kept[layer] = (error * written).topk(neurons).indices.sort().values.tolist()
+    stay = {layer: Neurons.of(arch, layer, which) for layer, which in kept.items()}
+    sums = {layer: Sums(arch.width + neurons, arch.width) for layer in asked}
+
+    def stand_in(layer: int, given: torch.Tensor, returned: torch.Tensor) -> None:
+        x = torch.cat([given, stay[layer](given)], dim=1) if stay else given
+        sums[layer].add_targets(sums[layer].add(x.float()), returned)
+
+    passed(stand_in)
+    weight = torch.stack([solved(layer).float() for layer in asked])
     said = {"text": text.provenance, "text_digest": text.digest, "ridge": ridge, "tokens": tokens}
-    return MLPMaps(tuple(sums), weight, ModelShape.of(arch), model_digest(arch.model), said)
+    return MLPMaps(tuple(asked), weight, ModelShape.of(arch), model_digest(arch.model), said, tuple(kept.values()))
 
 
 def _resumed(file: TrainingFile, sums: Mapping[int, Sums]) -> int:

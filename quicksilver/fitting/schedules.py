@@ -45,20 +45,26 @@ def work_saved_pct(architecture: Architecture, work: Iterable[LayerWork], n_toke
     return 100 * (1 - (sum(one.flops(architecture) for one in work) + head) / (dense + head))
 
 
-def saved_pct(architecture: Architecture, schedule: Schedule, prompt_tokens: int) -> float:
-    """Percent of a prompt's executed FLOPs that a schedule saves, its projections, predictions and the output head included."""
+def saved_pct(architecture: Architecture, schedule: Schedule, prompt_tokens: int, n_neurons: int = 0) -> float:
+    """Percent of a prompt's executed FLOPs that a schedule saves, its projections, predictions and the output head included.
+
+    Args:
+        n_neurons: that stay in each linear MLP.
+    """
     n_layers, source = architecture.n_layers, schedule.predict_before
     protected = schedule.protect_first + schedule.protect_last
     dropped = schedule.dropped(prompt_tokens)
     stopped = prompt_tokens - dropped - protected
-    maps = 2 * architecture.width**2 * (prompt_tokens - dropped)  # of all tokens: to leave out the protected would take longer
+    products = 1 + len(architecture.mlp_readers(0)[0])  # of a neuron: those that read, one that writes
+    of_map = 2 * architecture.width * (architecture.width + products * n_neurons)
+    maps = of_map * (prompt_tokens - dropped)  # of all tokens: to leave out the protected would take longer
     predicting = 2 * architecture.kv_params_per_layer * stopped * (n_layers - 1 - source)
     work = [LayerWork(1, prompt_tokens, None)] * schedule.drop_before
     work += [LayerWork(1, prompt_tokens - dropped, None)] * (source - schedule.drop_before)
     for layer in schedule.linear_mlp:
         # A token that is dropped early still goes through a layer before that.
         more = dropped * (layer < schedule.drop_before)
-        there = {"mapped": stopped + more, "map_flops": maps + 2 * architecture.width**2 * more}
+        there = {"mapped": stopped + more, "map_flops": maps + of_map * more}
         work[layer] = replace(work[layer], **there)
     work += [LayerWork(1, protected, protected + stopped, stopped, predicting)]
     work += [LayerWork(1, protected, protected + stopped)] * (n_layers - 1 - source)
@@ -120,10 +126,10 @@ class Candidate:
 
 
 def first_that_saves(
-    architecture: Architecture, schedules: Iterable[Schedule], save: float, prompt_tokens: int
+    architecture: Architecture, schedules: Iterable[Schedule], save: float, prompt_tokens: int, n_neurons: int = 0
 ) -> Schedule | None:
     """The first of these schedules that saves the share `save` of a prompt's executed FLOPs; None: none does."""
-    return next((one for one in schedules if saved_pct(architecture, one, prompt_tokens) >= 100 * save), None)
+    return next((one for one in schedules if saved_pct(architecture, one, prompt_tokens, n_neurons) >= 100 * save), None)
 
 
 def smallest_schedule(
@@ -143,14 +149,15 @@ def smallest_schedule(
 
 
 def fewest_linear_mlps(
-    architecture: Architecture, source_layer: int, protect_last: int, save: float, prompt_tokens: int, order: Sequence[int]
-) -> Schedule | None:
+    architecture: Architecture, source_layer: int, protect_last: int, save: float, prompt_tokens: int, order: Sequence[int],
+    n_neurons: int = 0,
+) -> Schedule | None:  # fmt: skip
     """The schedule that drops no token and saves the share `save` with the fewest linear MLPs, taken as they come in `order`, before the
     source layer, one at least. None where all of them save less."""
     usable = [layer for layer in order if layer < source_layer]
     counts = range(1, len(usable) + 1)
     schedules = (Schedule(1, 0.0, source_layer, 4, protect_last, linear_mlp=tuple(sorted(usable[:n]))) for n in counts)
-    return first_that_saves(architecture, schedules, save, prompt_tokens)
+    return first_that_saves(architecture, schedules, save, prompt_tokens, n_neurons)
 
 
 def by_kl(judge: KLToDense, maps: MLPMaps) -> dict[int, float]:
@@ -179,14 +186,15 @@ def search(
         ConfigError: no candidate saves so much.
     """
     found: list[Candidate] = []
+    n_neurons = maps.n_neurons if maps else 0
     for translator, last in ((translator, last) for translator in translators for last in protect_last):
         asked = judge.arch, translator.source_layer, last, save, judge.prompt_tokens
-        for schedule in (smallest_schedule(*asked), fewest_linear_mlps(*asked, order)):
+        for schedule in (smallest_schedule(*asked), fewest_linear_mlps(*asked, order, n_neurons)):
             if schedule is None:
                 continue
             bound = translator.bound(judge.arch)
             kl = judge.of(*schedule.modules(translator=bound, maps=EMBEDDED if maps is None else maps))
-            saved = saved_pct(judge.arch, schedule, judge.prompt_tokens)
+            saved = saved_pct(judge.arch, schedule, judge.prompt_tokens, n_neurons)
             found.append(Candidate(schedule, saved, float(kl.mean()), float(kl.std() / len(kl) ** 0.5)))
             if progress is not None:
                 progress(found[-1])
@@ -197,6 +205,9 @@ def search(
 
 
 # -- training a translator for them ------------------------------------------------------------------------------------------------
+
+
+PROMPT_SHARES = (1.0, 0.5, 0.75, 0.25)  # of the asked prompt, in turn: maps of absolute positions have to see all of them
 
 
 def distill(
@@ -212,12 +223,13 @@ def distill(
     seed: int = 0,
     maps: MLPMaps | None = None,
     progress: Steps = iter,
-) -> Translator:
-    """`translator` after so many steps of Adam on KL(dense ‖ predicted), in nats a token of the continuation.
+) -> tuple[Translator, MLPMaps | None]:
+    """Both after so many steps of Adam on KL(dense ‖ predicted), in nats a token of what follows a prompt.
 
     Args:
         ids: (W, N) long, the windows of the fit; a step takes `batch_size` of them, in an order drawn by `seed`.
         schedules: what is trained for, in turn; all predict before the translator's source layer. maps: their linear MLPs.
+        prompt_tokens: of the longest prompt; of four steps, one has it, and the others three, two and one quarter of it.
 
     Raises:
         ConfigError: no steps, windows no longer than the prompt, a schedule that predicts from another layer.
@@ -232,22 +244,27 @@ def distill(
     model = architecture.model
     weight = translator.weight.to(model.device).clone().requires_grad_()
     bound = BoundTranslator(replace(translator, weight=weight), architecture)
+    trained = replace(maps, weight=maps.weight.clone().requires_grad_()) if maps else None
     order = drawn_order(len(ids), steps * batch_size, torch.Generator().manual_seed(seed))
 
     def loss_of(step: int) -> torch.Tensor:
-        batch = ids[order[step * batch_size : (step + 1) * batch_size]]
+        prompt = round(PROMPT_SHARES[step % len(PROMPT_SHARES)] * prompt_tokens)
+        batch = ids[order[step * batch_size : (step + 1) * batch_size], : prompt + ids.shape[1] - prompt_tokens]
         with torch.no_grad():
-            dense = continuation_log_probs(model, batch, prompt_tokens)
-        modules = schedules[step % len(schedules)].modules(translator=bound, maps=EMBEDDED if maps is None else maps)
+            dense = continuation_log_probs(model, batch, prompt)
+        schedule = schedules[step // len(PROMPT_SHARES) % len(schedules)]
+        modules = schedule.modules(translator=bound, maps=EMBEDDED if trained is None else trained)
         with torch.enable_grad(), apply(model, modules):
-            return kl_nats(dense, continuation_log_probs(model, batch, prompt_tokens)).mean()
+            return kl_nats(dense, continuation_log_probs(model, batch, prompt)).mean()
 
-    optimiser = torch.optim.Adam([weight], lr=learning_rate, betas=(0.9, 0.99))
+    optimiser = torch.optim.Adam([weight, *([trained.weight] if trained else [])], lr=learning_rate, betas=(0.9, 0.99))
     descend(range(steps), loss_of, [optimiser], lambda step: learning_rate * warm_cosine(step, steps, 10), progress=progress)
-    said = {
+    said: dict[str, Any] = {
         "steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "seed": seed, "schedules": [str(s) for s in schedules],
     }  # fmt: skip
-    return replace(translator, weight=weight.detach().cpu(), provenance=translator.provenance | {"distilled": said})
+    if maps and trained:
+        maps = replace(maps, weight=trained.weight.detach().cpu(), provenance=maps.provenance | {"distilled": said})
+    return replace(translator, weight=weight.detach().cpu(), provenance=translator.provenance | {"distilled": said}), maps
 
 
 def drawn_order(n: int, wanted: int, generator: torch.Generator) -> torch.Tensor:

@@ -82,7 +82,7 @@ class FittedFile:
 
     Class attributes:
         kind: what it is called in messages. format: of its files. remedy: what to do where there is none, or a wrong one.
-        folder, suffix: of the files that ship beside a model.
+        folder, suffix: of the files that ship beside a model. later: fields that older files of the format lack.
 
     Attributes:
         weights_digest: `model_digest` of the model; empty: of any model of this shape.
@@ -93,6 +93,7 @@ class FittedFile:
     folder: ClassVar[str] = ""
     suffix: ClassVar[str] = ".safetensors"
     remedy: ClassVar[str]
+    later: ClassVar[tuple[str, ...]] = ()
     weights_digest: str
 
     def model_facts(self) -> dict[str, object]:
@@ -153,7 +154,7 @@ class FittedFile:
         if (said := facts.pop("format", None)) != cls.format:
             raise ConfigError(f"it has format {said!r}, and this version reads a {cls.kind} of format {cls.format!r}")
         own: dict[str, Any] = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
-        optional = {name for name in _tensor_fields(cls) if own[name].default is not MISSING}
+        optional = {*cls.later, *(name for name in _tensor_fields(cls) if own[name].default is not MISSING)}
         if not set(own) - optional <= {*facts, *tensors} <= set(own):
             raise ConfigError(f"it has {', '.join(sorted({*facts, *tensors}))} and not {', '.join(sorted(own))}")
         for name, value in facts.items():

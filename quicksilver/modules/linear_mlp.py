@@ -1,12 +1,13 @@
 """Linear maps in the place of MLPs: for most tokens of a prompt, the MLP of some layers is one fitted matrix (docs/predicted-kv.md).
 
 All tokens keep their attention, and so whatever a later token looks up stays where it was. Of a layer's products an MLP is two thirds, its map a
-twenty-fourth (GPT-2). After Liu et al. 2024 (arXiv 2405.12250: transformers are nearly linear from layer to layer), but by layer and by token.
+twenty-fourth (GPT-2). Some of its neurons may stay, those that a linear map of the input explains least. After Liu et al. 2024
+(arXiv 2405.12250: transformers are nearly linear from layer to layer), but by layer and by token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,16 +23,18 @@ from quicksilver.runtime.translation import MLPMap
 
 @dataclass(frozen=True)
 class MLPMaps(FittedFile):
-    """What stands in for the MLPs of some layers: `MLP(x) ≈ [1, x] · W`, x what the MLP is given, W by ridge regression on calibration text.
+    """What stands in for the MLPs of some layers: `MLP(x) ≈ [1, x, a(x)] · W`, fitted on calibration text. x is what the MLP is given, and
+    a(x) are the activations of H of its neurons, with their own weights.
 
     Attributes:
         layers: ascending.
-        weight: (len(layers), 1 + D, D) float32, constant first.
+        weight: (len(layers), 1 + D + H, D) float32, constant first.
         shape: of the model.
-        provenance: fit text and its digest, tokens, ridge.
+        provenance: fit text and its digest, tokens, ridge, steps of training.
+        neurons: of each layer the H that stay, H the same everywhere; empty: none stays.
 
     Raises:
-        ConfigError: layers out of order or that the model lacks, a weight of another shape or not finite.
+        ConfigError: layers out of order or that the model lacks, neurons of other layers, a weight of another shape or not finite.
     """
 
     layers: tuple[int, ...]
@@ -39,41 +42,101 @@ class MLPMaps(FittedFile):
     shape: ModelShape
     weights_digest: str
     provenance: dict[str, Any] = field(default_factory=dict)
+    neurons: tuple[Sequence[int], ...] = ()
 
     kind = "file of MLP maps"
     format = "quicksilver-mlp-maps-1"
     folder = "linear_mlp"
+    later = ("neurons",)
     remedy = "fit them for this model: quicksilver fit model=MODEL mlp=[1,2,3]"
 
     def __post_init__(self) -> None:
         if list(self.layers) != sorted(set(self.layers)) or not set(self.layers) <= set(range(self.shape.n_layers)):
             raise ConfigError(f"layers={list(self.layers)} must ascend, from 0 to {self.shape.n_layers - 1}.")
-        self.check_tensors({"weight": (len(self.layers), 1 + self.shape.width, self.shape.width)})
+        if self.neurons and (len(self.neurons) != len(self.layers) or len(set(map(len, self.neurons))) != 1):
+            raise ConfigError(
+                f"neurons={[len(one) for one in self.neurons]}: give as many for each of {len(self.layers)} layers."
+            )
+        self.check_tensors({"weight": (len(self.layers), 1 + self.shape.width + self.n_neurons, self.shape.width)})
+
+    @property
+    def n_neurons(self) -> int:
+        """Neurons of a layer that stay."""
+        return len(self.neurons[0]) if self.neurons else 0
 
     def model_facts(self) -> dict[str, object]:
         return {"n_layers": self.shape.n_layers, "width": self.shape.width, "model_type": self.shape.model_type}
 
-    def of_layers(self, layers: Sequence[int], like: torch.Tensor) -> dict[int, LinearMap]:
-        """The maps of these layers, in the dtype and on the device of `like`; raises ConfigError for one that there is not."""
+    def of_layers(self, layers: Sequence[int], architecture: Architecture) -> dict[int, LinearMap]:
+        """The maps of these layers, in the model's dtype and on its device; raises ConfigError for a layer or neuron that there is not."""
         if missing := sorted(set(layers) - set(self.layers)):
             there = ", ".join(map(str, self.layers))
             raise ConfigError(f"layers={list(layers)}: no map stands in for the MLP of layer {missing[0]}. There are: {there}.")
-        return {layer: LinearMap(self.weight[self.layers.index(layer)].to(like)) for layer in layers}
+        return {layer: self._of_layer(layer, self.layers.index(layer), architecture) for layer in layers}
+
+    def _of_layer(self, layer: int, place: int, architecture: Architecture) -> LinearMap:
+        weight = self.weight[place].to(next(architecture.layers[0].parameters()))
+        return LinearMap(weight, Neurons.of(architecture, layer, self.neurons[place]) if self.neurons else None)
 
 
 @dataclass(frozen=True)
-class LinearMap:
-    """One of the maps: `quicksilver.runtime.translation.MLPMap`. weight: (1 + D, D), constant first."""
+class Neurons:
+    """Some neurons of an MLP.
+
+    Attributes:
+        weight: (D, G·H), bias: (G·H,): what each reads, G times where a second product gates the first.
+        activation: of the first of the G.
+    """
 
     weight: torch.Tensor
+    bias: torch.Tensor
+    activation: Callable[[torch.Tensor], torch.Tensor]
+    gated: bool
 
-    @property
-    def flops_per_token(self) -> int:
-        return 2 * self.weight.shape[1] ** 2
+    @classmethod
+    def of(cls, architecture: Architecture, layer: int, which: Sequence[int] | slice = slice(None)) -> Neurons:
+        """Of one layer; raises ConfigError for a neuron that it lacks."""
+        readers, activation = architecture.mlp_readers(layer)
+        n = len(readers[0][0])
+        if not isinstance(which, slice) and (wrong := [one for one in which if not 0 <= one < n]):
+            raise ConfigError(f"Layer {layer} has neurons 0 to {n - 1}, and none is {wrong[0]}: {MLPMaps.remedy}.")
+        at = which if isinstance(which, slice) else torch.tensor(which, device=readers[0][0].device)
+        biases = [weight.new_zeros(n) if bias is None else bias for weight, bias in readers]
+        weight = torch.cat([weight[at] for weight, _ in readers]).T.contiguous()
+        return cls(weight, torch.cat([bias.detach()[at] for bias in biases]), activation, len(readers) == 2)
+
+    def activations(self, products: torch.Tensor) -> torch.Tensor:
+        """Of what they read: (T, G·H) -> (T, H)."""
+        if not self.gated:
+            return self.activation(products)
+        gate, up = products.chunk(2, dim=-1)
+        return self.activation(gate) * up
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        weight = self.weight.to(states)
-        return torch.addmm(weight[0], states.flatten(0, -2), weight[1:]).view_as(states)
+        """(T, D) -> (T, H)."""
+        return self.activations(torch.addmm(self.bias, states, self.weight))
+
+
+class LinearMap:
+    """One of the maps: `quicksilver.runtime.translation.MLPMap`.
+
+    Args:
+        weight: (1 + D + H, D), constant first. neurons: the H of them; None: none.
+    """
+
+    def __init__(self, weight: torch.Tensor, neurons: Neurons | None = None) -> None:
+        constant, linear, self._written = weight[0], weight[1 : 1 + weight.shape[1]], weight[1 + weight.shape[1] :]
+        self._width, self._neurons = weight.shape[1], neurons
+        self._bias = constant if neurons is None else torch.cat([constant, neurons.bias])
+        self._read = linear if neurons is None else torch.cat([linear, neurons.weight], dim=1)  # one product for both
+        self.flops_per_token = 2 * (self._read.numel() + self._written.numel())
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        found = torch.addmm(self._bias, states.flatten(0, -2), self._read)
+        if self._neurons is not None:
+            kept = self._neurons.activations(found[:, self._width :])
+            found = torch.addmm(found[:, : self._width], kept, self._written)
+        return found.view_as(states)
 
 
 def mlp_map_files(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:
@@ -124,8 +187,7 @@ class LinearMLP(TokenPolicy):
         own.check(architecture)
         if architecture.ranks.size > 1:
             raise ConfigError("LinearMLP does not run on a model that is cut among processes: leave it out.")
-        weight = next(architecture.layers[0].parameters())
-        self._maps = own.of_layers([layer for layer in own.layers if layer] if self.layers is None else self.layers, weight)
+        self._maps = own.of_layers([layer for layer in own.layers if layer] if self.layers is None else self.layers, architecture)
 
     @property
     def mlp_maps(self) -> Mapping[int, MLPMap]:

@@ -131,6 +131,21 @@ class Architecture(ABC):
         """The feed-forward module of a layer; every family here calls it `mlp`."""
         return self._layer(layer).mlp
 
+    def mlp_readers(self, layer: int) -> tuple[list[tuple[torch.Tensor, torch.Tensor | None]], nn.Module]:
+        """The maps that read what a feed-forward module is given, as (weight (F, D), bias (F,)) each, and the activation of the first one;
+        of two the second is multiplied with it."""
+        mlp: Any = self.mlp(layer)
+        *readers, _ = [m for m in mlp.modules() if isinstance(m, (nn.Linear, Conv1D))]
+        with weights_present(*readers):
+            found = [((m.weight.T if isinstance(m, Conv1D) else m.weight).detach(), m.bias) for m in readers]
+        return [*found], next(getattr(mlp, name) for name in ("act", "act_fn", "activation_fn") if hasattr(mlp, name))
+
+    def mlp_writer(self, layer: int) -> torch.Tensor:
+        """What each neuron of a feed-forward module writes: (F, D)."""
+        *_, writer = [m for m in self.mlp(layer).modules() if isinstance(m, (nn.Linear, Conv1D))]
+        with weights_present(writer):
+            return writer.weight.detach() if isinstance(writer, Conv1D) else writer.weight.detach().T
+
     @abstractmethod
     def project_kv(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of layer `layer` for states entering it: hidden (B, M, D) -> two of (B, H_kv, M, head_dim)."""
@@ -422,6 +437,10 @@ class Phi3Architecture(LlamaArchitecture):
 
     def project_q(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
         return self._rotate(layer, self._heads(self._rows(layer, hidden, 0, self.n_heads * self.head_dim)), rotary)
+
+    def mlp_readers(self, layer: int) -> tuple[list[tuple[torch.Tensor, torch.Tensor | None]], nn.Module]:
+        ((weight, _),), activation = super().mlp_readers(layer)
+        return [(part, None) for part in weight.chunk(2)], activation
 
     def attention_window(self, layer: int) -> int | None:
         return self.config.sliding_window

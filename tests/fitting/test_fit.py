@@ -16,6 +16,7 @@ from quicksilver.models.loading import EMBEDDED
 from quicksilver.modules import Halting, Schedule, signals
 from quicksilver.modules.calibration import calibrate
 from quicksilver.modules.fitted import Lens, ModelShape, Translator, lens_files, lens_for, model_digest
+from quicksilver.modules.linear_mlp import Neurons
 from quicksilver.runs.config import compose
 from quicksilver.runs.context import RunContext
 from quicksilver.runtime import MISSING_KV, apply, architecture_of
@@ -64,6 +65,29 @@ def test_a_linear_mlp_is_the_ridge_regression_of_what_the_mlp_returns(name: str)
         torch.testing.assert_close(found.weight[found.layers.index(layer)].double(), wanted, atol=1e-4, rtol=1e-3)
     with tiny.refused("layer 0 has no map"):
         fit_mlp_maps(arch, fit_on, [0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
+def test_those_neurons_stay_whose_output_a_linear_map_explains_least(name: str) -> None:
+    arch, fit_on, met = architecture_of(tiny.load(name)), text(), []
+    found = fit_mlp_maps(arch, fit_on, [2], neurons=4, ridge=0.01, batch_size=5)
+    with arch.mlp(2).register_forward_hook(lambda _, args, output: met.append((args[0], output))):
+        arch.model(fit_on.ids)
+    x, returned = (part.flatten(0, 1) for part in met[0])
+
+    def solve(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.cat([torch.ones_like(x[:, :1]), x], dim=1).double()
+        w = torch.linalg.solve(x.T @ x + 0.01 * (x.T @ x).diagonal().mean() * torch.eye(x.shape[1]), x.T @ y.double())
+        return w, (y - x @ w).square().sum(0)
+
+    every = Neurons.of(arch, 2)(x)
+    lost = solve(x, every)[1] * arch.mlp_writer(2).square().sum(1)
+    assert sorted(found.neurons[0]) == sorted(lost.topk(4).indices.tolist())
+    wanted, _ = solve(torch.cat([x, every[:, list(found.neurons[0])]], dim=1), returned)
+    torch.testing.assert_close(found.weight[0].double(), wanted, atol=1e-4, rtol=1e-3)
+    with tiny.refused("neurons=9999: an MLP of"):
+        fit_mlp_maps(arch, fit_on, [2], neurons=9999)
 
 
 @pytest.mark.parametrize(
@@ -137,12 +161,26 @@ def world(model: torch.nn.Module | None = None) -> tuple:
 def test_it_comes_nearer_to_the_dense_answers_and_leaves_the_model_alone(name: str) -> None:
     arch, zeros, ids = world(tiny.build(name).requires_grad_(False))
     with tiny.left_untouched(arch.model):
-        trained = distill(arch, zeros, ids, [SCHEDULE], steps=40, prompt_tokens=24, batch_size=4, learning_rate=1e-2)
+        trained, _ = distill(arch, zeros, ids, [SCHEDULE], steps=40, prompt_tokens=24, batch_size=4, learning_rate=1e-2)
     judge = KLToDense(arch, ids, prompt_tokens=24)
     after, before = (judge.of(SCHEDULE.halting(translator=one.bound(arch))).mean() for one in (trained, zeros))
     assert after < 0.8 * before
     assert trained.provenance["distilled"]["steps"] == 40
     assert float(zeros.weight.abs().sum()) == 0
+
+
+def test_linear_mlps_are_trained_with_the_translator() -> None:
+    arch, zeros, ids = world(tiny.build("llama").requires_grad_(False))
+    maps, schedule = tiny.random_mlp_maps(arch), Schedule(1, 0.0, 2, 1, 3, linear_mlp=(1,))
+    trained = distill(arch, zeros, ids, [schedule], steps=40, prompt_tokens=24, batch_size=4, learning_rate=1e-2, maps=maps)
+    judge = KLToDense(arch, ids, prompt_tokens=24)
+    both, alone, before = (
+        judge.of(*schedule.modules(translator=one.bound(arch), maps=two)).mean()
+        for one, two in (trained, (trained[0], maps), (zeros, maps))
+    )
+    assert both < alone < before
+    assert torch.equal(trained[1].weight[1:], maps.weight[1:])  # of layers that no schedule maps
+    assert trained[1].provenance["distilled"] == trained[0].provenance["distilled"]
 
 
 def test_the_search_takes_the_least_kl_of_what_saves_enough() -> None:

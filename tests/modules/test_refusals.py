@@ -10,6 +10,7 @@ import random
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -53,6 +54,7 @@ from quicksilver.modules import (
 )
 from quicksilver.modules.checks import TokenMask
 from quicksilver.modules.learned_halting import TrainedGates
+from quicksilver.modules.linear_mlp import Neurons
 from quicksilver.modules.signals import make_signal
 from quicksilver.runs.config import compose
 from quicksilver.runtime import ConfigError, RuntimeModule, Trace, apply, architecture_of
@@ -318,6 +320,8 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: Schedule(1, 0.25, 3, linear_mlp=(1, 3)), "no token has an MLP from layer 3 on. Leave 3 out"),
     (lambda: LinearMLP(layers=[0, 1]), "give layers from 1"),
     (lambda: RandomMLP(layers=[1, 9]).bind(architecture_of(tiny.load("gpt2"))), "no map stands in for the MLP of layer 9. There are: 1, 2, 3, 4"),
+    (lambda: Neurons.of(architecture_of(tiny.load("gpt2")), 1, [3, 999]), "and none is 999"),
+    (lambda: replace(tiny.random_mlp_maps(architecture_of(tiny.load("gpt2"))), neurons=((1, 2), (3,))), r"neurons=\[2, 1\]: give as many"),
     (lambda: LinearMLP().bind(architecture(tiny.LAYERS)), "maps='embedded'.*fit them for this model"),
     (lambda: Schedule(1, 0.25, 5).halting("drop").bind(architecture(tiny.LAYERS)), "before=5 is layer 5, where halting saves nothing"),
     (lambda: apply(tiny.load("gpt2"), [SlidingWindow(), SinkAttention()]), "2 modules limit how far back"),

@@ -13,6 +13,7 @@ from tiny import EVEN, RAGGED, Batch, Does, MapsMLPs
 
 from quicksilver.measure.flop_counter import count_executed
 from quicksilver.modules import AdaptiveQuantization, Replay, Schedule, shuffled
+from quicksilver.modules.linear_mlp import LinearMap, Neurons
 from quicksilver.runtime import Trace, apply, architecture_of
 
 EXECUTIONS = pytest.mark.parametrize("execution", ["compact", "masked"])
@@ -43,6 +44,18 @@ def test_a_map_that_is_the_mlp_changes_nothing(name: str, batch: Batch, executio
     tiny.assert_close(batch.real(found.logits), batch.real(dense.logits))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_all_neurons_and_what_they_write_are_the_mlp(name: str) -> None:
+    arch = architecture_of(tiny.load(name))
+    for layer in (1, 2):
+        x = torch.randn(7, arch.width, generator=torch.Generator().manual_seed(layer))
+        constant, writes = arch.mlp(layer)(x[None])[0], arch.mlp_writer(layer)
+        bias = getattr(arch.residual_writers(layer)[-1], "bias", None)
+        found = LinearMap(torch.cat([constant.new_zeros(1 + arch.width, arch.width), writes]), Neurons.of(arch, layer))
+        torch.testing.assert_close(found(x) + (0 if bias is None else bias), constant, atol=1e-5, rtol=1e-4)
+
+
 @EXECUTIONS
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_states_that_leave_the_layer_have_the_map_where_it_stands_in_and_the_mlp_elsewhere(name: str, execution: str) -> None:
@@ -58,8 +71,12 @@ def test_states_that_leave_the_layer_have_the_map_where_it_stands_in_and_the_mlp
         tiny.forward(model, EVEN, [RandomMLP(layers=[1], protect_first=2, protect_last=3)], execution=execution)
     (x, exact), (same, found) = zip(given, returned, strict=True)
     torch.testing.assert_close(same, x)
-    weight = tiny.random_mlp_maps(arch).weight[0]
-    torch.testing.assert_close(found[:, 2:-3], (x @ weight[1:] + weight[0])[:, 2:-3], atol=1e-4, rtol=1e-4)
+    maps, kept = tiny.random_mlp_maps(arch), []
+    weight = maps.weight[0]
+    with arch.residual_writers(1)[-1].register_forward_pre_hook(lambda _, args: kept.append(args[0])):
+        arch.mlp(1)(x)
+    features = torch.cat([torch.ones_like(x[..., :1]), x, kept[0][..., list(maps.neurons[0])]], dim=-1)
+    torch.testing.assert_close(found[:, 2:-3], (features @ weight)[:, 2:-3], atol=1e-4, rtol=1e-4)
     for part in (slice(0, 2), slice(-3, None)):
         torch.testing.assert_close(found[:, part], exact[:, part], atol=1e-5, rtol=1e-4)
 
@@ -72,7 +89,12 @@ def test_its_work_is_counted_and_in_the_ledgers(name: str) -> None:
     counted = count_executed(lambda: made.append(tiny.forward(model, EVEN, [RandomMLP(protect_first=2, protect_last=3)])))
     flops, dense = made[0].run.flops, tiny.forward(model, EVEN, []).run.flops
     rows, tokens = EVEN.ids.shape
-    layers, mapped, each = arch.n_layers - 1, rows * (tokens - 5), 2 * arch.width**2
+    # Three neurons of each stay: what reads for them, twice where one product gates another, and what they write.
+    layers, mapped, each = (
+        arch.n_layers - 1,
+        rows * (tokens - 5),
+        2 * arch.width * (arch.width + 3 * {"gpt2": 2, "llama": 3}[name]),
+    )
     assert flops.executed == pytest.approx(counted, rel=0.01)
     assert dense.executed - flops.executed == layers * (2 * arch.mlp_params_per_layer * mapped - rows * tokens * each)
     assert dense.nominal - flops.nominal == layers * (2 * arch.mlp_params_per_layer - each) * mapped

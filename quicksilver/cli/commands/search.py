@@ -194,7 +194,7 @@ class Fit(Command):
     quicksilver fit model=reference-gpt2 layers=[9,10]
     quicksilver fit model=gpt2-large text=[wikitext103,python-docs] windows=480 data.root=/folder
     quicksilver fit model=reference-gpt2 layers=[9] distill=120
-    quicksilver fit model=far-gpt2 layers=[10,11] mlp=[1,2,3,4,5,6,7,9]
+    quicksilver fit model=far-gpt2 layers=[11] mlp=[1,2,3,4,6,7,9] neurons=96 distill=160
     quicksilver fit model=reference-gpt2 lens=true
 
     Makes one dense pass over the fitting half of the calibration text. Memory does not grow with the text. Repeat a stopped command to resume
@@ -205,6 +205,7 @@ class Fit(Command):
     takes = "run"
     layers: list[Count] = key("[7,8]", "source layers, from 0; default: a third to three quarters of the depth", factory=list)
     mlp: list[Positive] = key("[1,2]", "layers, from 1, for whose MLPs linear maps are fitted too", factory=list)
+    neurons: Count = key("0", "of each of these MLPs that stay beside the map", 0)
     text: list[str] = key(*_TEXT, factory=lambda: [*TEXTS])
     windows: Positive = key("240", "at most this many windows of protocol.window_tokens", 240)
     ridge: Annotated[float, check_positive] = key("0.003", "penalty, as a multiple of the mean of the diagonal", 3e-3)
@@ -217,6 +218,10 @@ class Fit(Command):
     def main(self) -> int:
         """Fit, write, and name the files."""
         config = compose(self.overrides)
+        if self.neurons and not self.mlp:
+            raise ConfigError(f"neurons={self.neurons} stay in linear MLPs: give their layers, mlp=[1,2,3].")
+        if self.distill and self.mlp and len(self.layers) != 1:
+            raise ConfigError(f"layers={self.layers}: linear MLPs are trained together with one translator. Give one layer.")
         written = self.fit(config)
         maps = self._mlp_maps(config) if self.mlp else None
         for path in [*written, *([maps] if maps else [])]:
@@ -255,19 +260,24 @@ class Fit(Command):
             path = folder / f"{name}.lens.safetensors"
             fit_lens(arch, text, ridge=self.ridge, progress=bar("fitting")).save(path, dtype)
             return [path]
-        maps = fit_mlp_maps(arch, text, self.mlp, ridge=self.ridge, progress=bar("fitting MLPs")) if self.mlp else None
-        if maps:
-            maps.save(self._mlp_maps(config), dtype)
         control = f".{self.control}" if self.control else ""
 
-        def fitted() -> dict[int, Translator]:
+        def fitted() -> tuple[dict[int, Translator], MLPMaps | None]:
+            maps = None
+            if self.mlp:
+                steps = bar("fitting MLPs")
+                maps = fit_mlp_maps(arch, text, self.mlp, neurons=self.neurons, ridge=self.ridge, progress=steps)
             sums = folder / f".{name}{control}.sums.safetensors"
             steps = bar(f"fitting {name}")
             found = fit_translators(arch, text, layers, ridge=self.ridge, control=self.control, checkpoint=sums, progress=steps)
-            prompt = config.protocol.prompt_tokens
-            return {at: self._distilled(arch, one, maps, text, prompt) if self.distill else one for at, one in found.items()}
+            if self.distill:
+                for at in found:
+                    found[at], maps = self._distilled(arch, found[at], maps, text, config.protocol.prompt_tokens)
+            return found, maps
 
-        found, cost = priced(fitted, model=name, layers=layers, distill_steps=self.distill, tokens=text.ids.numel())
+        (found, maps), cost = priced(fitted, model=name, layers=layers, distill_steps=self.distill, tokens=text.ids.numel())
+        if maps:
+            maps.save(self._mlp_maps(config), dtype)
         written = {layer: folder / f"{name}.layer{layer}{control}.safetensors" for layer in found}
         for layer, translator in found.items():
             translator.save(written[layer], dtype)
@@ -277,14 +287,14 @@ class Fit(Command):
 
     def _distilled(
         self, arch: Architecture, translator: Translator, maps: MLPMaps | None, text: FitText, prompt_tokens: int
-    ) -> Translator:
+    ) -> tuple[Translator, MLPMaps | None]:
         from quicksilver.fitting.schedules import PROTECT_LAST, KLToDense, by_kl, distill, fewest_linear_mlps, smallest_schedule
 
         layer = translator.source_layer
         asked = [(arch, layer, last, saved, prompt_tokens) for last in reversed(PROTECT_LAST) for saved in TRAINED_FOR]
         if maps:
             order = [*by_kl(KLToDense(arch, text.ids[:ORDERED_ON], prompt_tokens), maps)]
-            found = [fewest_linear_mlps(*one, order) for one in asked]
+            found = [fewest_linear_mlps(*one, order, maps.n_neurons) for one in asked]
         else:
             found = [smallest_schedule(*one) for one in asked]
         return distill(

@@ -125,17 +125,20 @@ class LinearMap:
     """
 
     def __init__(self, weight: torch.Tensor, neurons: Neurons | None = None) -> None:
-        constant, linear, self._written = weight[0], weight[1 : 1 + weight.shape[1]], weight[1 + weight.shape[1] :]
+        bias, read, written = weight[0], weight[1 : 1 + weight.shape[1]], weight[1 + weight.shape[1] :]
         self._width, self._neurons = weight.shape[1], neurons
-        self._bias = constant if neurons is None else torch.cat([constant, neurons.bias])
-        self._read = linear if neurons is None else torch.cat([linear, neurons.weight], dim=1)  # one product for both
-        self.flops_per_token = 2 * (self._read.numel() + self._written.numel())
+        if neurons is not None:  # one product for both
+            bias, read = torch.cat([bias, neurons.bias]), torch.cat([read, neurons.weight], dim=1)
+        self._parts: Sequence[torch.Tensor] = (bias, read, written)
+        self.flops_per_token = 2 * (read.numel() + written.numel())
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        found = torch.addmm(self._bias, states.flatten(0, -2), self._read)
+        if (self._parts[0].dtype, self._parts[0].device) != (states.dtype, states.device):
+            self._parts = [part.to(states) for part in self._parts]  # a module runs the model in another format
+        bias, read, written = self._parts
+        found = torch.addmm(bias, states.flatten(0, -2), read)
         if self._neurons is not None:
-            kept = self._neurons.activations(found[:, self._width :])
-            found = torch.addmm(found[:, : self._width], kept, self._written)
+            found = torch.addmm(found[:, : self._width], self._neurons.activations(found[:, self._width :]), written)
         return found.view_as(states)
 
 

@@ -11,6 +11,7 @@ import torch
 from drawing import Preset, RandomMLP
 from tiny import EVEN, RAGGED, Batch, Does, MapsMLPs
 
+from quicksilver.baselines.number_formats import BFloat16
 from quicksilver.measure.flop_counter import count_executed
 from quicksilver.modules import AdaptiveQuantization, Replay, Schedule, shuffled
 from quicksilver.modules.linear_mlp import LinearMap, Neurons
@@ -106,6 +107,13 @@ def test_with_tokens_at_fewer_bits_compact_is_masked() -> None:
     modules = [RandomMLP(protect_first=1, protect_last=2), AdaptiveQuantization(bits=8, depth=0.2)]
     compact, masked = (tiny.forward(model, RAGGED, modules, execution=execution) for execution in ("compact", "masked"))
     tiny.assert_close(RAGGED.real(compact.logits), RAGGED.real(masked.logits), atol=1e-8)
+
+
+def test_under_a_module_of_another_format_a_map_has_that_format() -> None:
+    model = tiny.load("gpt2")
+    plain, rounded = (tiny.forward(model, EVEN, [RandomMLP(), *more]) for more in ([], [BFloat16()]))
+    assert rounded.logits.isfinite().all()
+    torch.testing.assert_close(rounded.logits.float(), plain.logits, atol=0.1, rtol=0.1)
 
 
 def test_a_trace_holds_for_whom_and_a_replay_does_it_again(tmp_path: Path) -> None:

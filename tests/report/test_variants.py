@@ -98,7 +98,7 @@ def test_more_windows_and_draws_change_the_verdicts_that_the_docs_name() -> None
         ("table03", "continuation", "entropy_aware.calibrated"): "worse",
         ("table03", "continuation", "aggressive.calibrated"): "worse",
         ("table11", "continuation", "isolated.fusion"): "worse",
-        ("table11", "continuation", "predicted.50"): "better",
+        ("table11", "continuation", "predicted.40"): "better",
         ("table11", "continuation", "cumulative.kv_skipping"): "worse",
         ("table11", "continuation", "best.halting_prompt"): "worse",
         ("table11", "continuation", "budget.drift"): "worse",
@@ -108,6 +108,11 @@ def test_more_windows_and_draws_change_the_verdicts_that_the_docs_name() -> None
         None,
         "random neighbours",
     }  # under `all` it is refused
-    same = [f"table_{name}" for name in ["fair_trial", "front", "seeds"]]
-    assert verdicts(same) == verdicts(same, "-128-windows")
-    assert len(verdicts(same)) == 29
+    same = [f"table_{name}" for name in ["context_used", "fair_trial", "far_context", "front", "lengths", "seeds"]]
+    once, thrice = verdicts(same), verdicts(same, "-128-windows")
+    assert {key: verdict for key, verdict in thrice.items() if once[key] != verdict} == {
+        ("table_context_used", "far-gpt2.recall.960", "40"): "same",
+        ("table_context_used", "far-llama.source.960", "40"): "better",
+    }
+    assert once.keys() == thrice.keys()
+    assert len(once) == 115

@@ -9,8 +9,8 @@ from typing import Annotated, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
-from quicksilver.modules.checks import active_first, by_place, layer_after, own_columns
-from quicksilver.modules.signals import lowest, share_of
+from quicksilver.modules.checks import active_first, by_place, layer_after, own_columns, share_of
+from quicksilver.modules.signals import lowest
 from quicksilver.runtime import Architecture, LayerView, TokenPolicy, TokenState
 from quicksilver.runtime.options import Count, Share, between
 

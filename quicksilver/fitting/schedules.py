@@ -52,8 +52,7 @@ def saved_pct(architecture: Architecture, schedule: Schedule, prompt_tokens: int
         n_neurons: that stay in each linear MLP.
     """
     n_layers, source = architecture.n_layers, schedule.predict_before
-    protected = schedule.protect_first + schedule.protect_last
-    dropped = schedule.dropped(prompt_tokens)
+    protected, dropped = schedule.protected(prompt_tokens), schedule.dropped(prompt_tokens)
     stopped = prompt_tokens - dropped - protected
     products = 1 + len(architecture.mlp_readers(0)[0])  # of a neuron: those that read, one that writes
     of_map = 2 * architecture.width * (architecture.width + products * n_neurons)
@@ -132,6 +131,11 @@ def first_that_saves(
     return next((one for one in schedules if saved_pct(architecture, one, prompt_tokens, n_neurons) >= 100 * save), None)
 
 
+def _protects(last: int, prompt_tokens: int) -> dict[str, Any]:
+    """So many last tokens of a prompt of `prompt_tokens`, the same share of a shorter one."""
+    return {"protect_last": last, "protect_at_most": round(last / prompt_tokens, 6)}
+
+
 def smallest_schedule(
     architecture: Architecture, source_layer: int, protect_last: int, save: float, prompt_tokens: int, tile: int = TILE
 ) -> Schedule | None:
@@ -141,7 +145,10 @@ def smallest_schedule(
     if drop_before >= source_layer:
         return None
     drops = (n for n in range(prompt_tokens - protect_last - 4) if n == 0 or (prompt_tokens - n) % tile == 0)
-    schedules = (Schedule(drop_before, round(n / prompt_tokens, 6), source_layer, 4, protect_last, tile) for n in drops)
+    schedules = (
+        Schedule(drop_before, round(n / prompt_tokens, 6), source_layer, tile=tile, **_protects(protect_last, prompt_tokens))
+        for n in drops
+    )
     found = first_that_saves(architecture, schedules, save, prompt_tokens)
     if found is not None or tile == 1:
         return found
@@ -156,7 +163,10 @@ def fewest_linear_mlps(
     source layer, one at least. None where all of them save less."""
     usable = [layer for layer in order if layer < source_layer]
     counts = range(1, len(usable) + 1)
-    schedules = (Schedule(1, 0.0, source_layer, 4, protect_last, linear_mlp=tuple(sorted(usable[:n]))) for n in counts)
+    schedules = (
+        Schedule(1, 0.0, source_layer, linear_mlp=tuple(sorted(usable[:n])), **_protects(protect_last, prompt_tokens))
+        for n in counts
+    )
     return first_that_saves(architecture, schedules, save, prompt_tokens, n_neurons)
 
 

@@ -58,17 +58,29 @@ def check_mask(name: str, mask: object) -> None:
 TokenMask = Annotated[torch.Tensor | None, check_mask]
 
 
-def by_place(view: LayerView, first: int, last: int) -> torch.Tensor:
-    """The first `first` tokens of a sequence (attention sinks) and the last `last` of its prompt: (B, M) bool.
+def by_place(view: LayerView, first: int, last: int, at_most: float = 1.0) -> torch.Tensor:
+    """The first `first` tokens of a sequence (attention sinks) and the last of its prompt, `last` or the share `at_most`: (B, M) bool.
 
     Only a prompt has a known end: outside of one nothing is last.
     """
     chosen = view.slots < first
-    return chosen | (view.slots >= view.n_tokens - last) if last and view.is_prompt else chosen
+    if not last or not view.is_prompt:
+        return chosen
+    return chosen | (view.slots >= view.n_tokens - last_tokens(view.n_tokens, last, at_most))
+
+
+def share_of(n_tokens: torch.Tensor, share: float) -> torch.Tensor:
+    """`share` of n_tokens (B, 1) long, rounded half up: (B, 1) long. Of the row's own length: batch mates do not count."""
+    return (n_tokens.double() * share + 0.5).floor().long()
+
+
+def last_tokens(n_tokens: torch.Tensor, last: int, at_most: float = 1.0) -> torch.Tensor:
+    """`last`, or the share `at_most` of n_tokens (B, 1) long where that is less, one at least: (B, 1) long."""
+    return share_of(n_tokens, at_most).clamp(min=1).clamp(max=last)
 
 
 def marked(
-    view: LayerView, name: str, ids: Sequence[int], mask: torch.Tensor | None, first: int = 0, last: int = 0
+    view: LayerView, name: str, ids: Sequence[int], mask: torch.Tensor | None, first: int = 0, last: int = 0, at_most: float = 1.0
 ) -> torch.Tensor:
     """What the options `NAME_ids` and `NAME_mask` select, beside tokens `by_place`: (B, M) bool.
 
@@ -78,7 +90,7 @@ def marked(
     Raises:
         ConfigError: ids on a model that was given embeddings, a mask with another number of rows than the batch.
     """
-    chosen = by_place(view, first, last)
+    chosen = by_place(view, first, last, at_most)
     if ids:
         if view.input_ids is None:
             selects = f"{name}_ids={list(ids)} selects by token id"

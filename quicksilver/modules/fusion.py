@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds, is_percentile
-from quicksilver.modules.checks import TokenMask, active_first, check_known_ids, layer_to_act, marked, own_columns
-from quicksilver.modules.signals import Random, Signal, lowest, pooled, share_of, slot_draw, without_observers
+from quicksilver.modules.checks import TokenMask, active_first, check_known_ids, layer_to_act, marked, own_columns, share_of
+from quicksilver.modules.signals import Random, Signal, lowest, pooled, slot_draw, without_observers
 from quicksilver.runtime import Architecture, CacheView, ConfigError, LayerView, MergePolicy, TokenPolicy, TokenState
 from quicksilver.runtime.options import Count, Odd, Positive, Share, TokenIds, at_least, between, check_token_ids, is_list
 from quicksilver.runtime.reading import read_json

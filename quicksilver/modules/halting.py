@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import torch
 
 from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds, is_percentile
-from quicksilver.modules.checks import TokenMask, check_known_ids, layer_after, marked
+from quicksilver.modules.checks import TokenMask, check_known_ids, layer_after, marked, share_of
 from quicksilver.modules.fitted import EMBEDDED, BoundTranslator, translator_for
-from quicksilver.modules.signals import Drift, Entropy, Position, Signal, SignalSpec, lowest, make_signal, share_of
+from quicksilver.modules.signals import Drift, Entropy, Position, Signal, SignalSpec, lowest, make_signal
 from quicksilver.runtime import Architecture, ConfigError, KVTranslator, LayerView, TokenPolicy, apply, architecture_of
 from quicksilver.runtime.options import Count, Fractions, Share, TokenIds, between, check_choice, check_count, check_share
 from quicksilver.runtime.pass_state import MissingKV, TokenState
@@ -132,9 +132,9 @@ class HaltingPolicy(TokenPolicy):
         oldest_from = self.protected_at(view.layer)[0] if self.halts_oldest(view.layer) else None
         tokens.halt(chosen, count_per_row=self._count_per_row(view, tokens), oldest_from=oldest_from, **how)
 
-    def protected_at(self, layer: int) -> tuple[int, int]:
-        """How many first and how many last tokens do not halt after `layer`."""
-        return self.protect_first, self.protected_last
+    def protected_at(self, layer: int) -> tuple[int, int, float]:
+        """How many first and how many last tokens do not halt after `layer`, and which share the last are at most."""
+        return self.protect_first, self.protected_last, 1.0
 
     def missing_kv_at(self, layer: int) -> str:
         """What later layers see of tokens that halt after `layer`."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds, check_thresholds, halted_key
-from quicksilver.modules.checks import TokenMask, check_known_ids, layer_to_act, marked
-from quicksilver.modules.signals import AttentionReceived, Signal, lowest, share_of
+from quicksilver.modules.checks import TokenMask, check_known_ids, layer_to_act, marked, share_of
+from quicksilver.modules.signals import AttentionReceived, Signal, lowest
 from quicksilver.runtime import Architecture, ConfigError, LayerView, TokenPolicy, TokenState
 from quicksilver.runtime.options import Count, Positive, Share, TokenIds
 

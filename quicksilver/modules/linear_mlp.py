@@ -17,7 +17,7 @@ import torch
 from quicksilver.modules.checks import by_place
 from quicksilver.modules.fitted import EMBEDDED, FittedFile, ModelShape
 from quicksilver.runtime import Architecture, ConfigError, LayerView, TokenPolicy, TokenState
-from quicksilver.runtime.options import Count
+from quicksilver.runtime.options import Count, Share
 from quicksilver.runtime.translation import MLPMap
 
 
@@ -161,6 +161,7 @@ class LinearMLP(TokenPolicy):
         layers: whose MLPs, from 1; None: all that the file has a map for.
         maps: `embedded`, what ships with the model; the path of a file of `quicksilver fit mlp=[…]`; or such maps.
         protect_first, protect_last: tokens whose MLPs are all computed.
+        protect_at_most: of a short prompt the last tokens are this share instead, where that is less, and one at least.
 
     Raises:
         ConfigError: by `bind`: a layer without a map, maps of another model, none that ships with it, a model cut among processes.
@@ -170,6 +171,7 @@ class LinearMLP(TokenPolicy):
     maps: Path | str | MLPMaps = "embedded"
     protect_first: Count = 4
     protect_last: Count = 28
+    protect_at_most: Share = 1.0
     lookahead: bool = False
     priority: ClassVar[int] = 5
     halts: ClassVar[bool] = False
@@ -203,4 +205,4 @@ class LinearMLP(TokenPolicy):
         return layer == 0
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
-        tokens.map_mlp(tokens.active & ~by_place(view, self.protect_first, self.protect_last), self._maps)
+        tokens.map_mlp(tokens.active & ~by_place(view, self.protect_first, self.protect_last, self.protect_at_most), self._maps)

@@ -288,8 +288,3 @@ def lowest(scores: torch.Tensor, eligible: torch.Tensor, k: torch.Tensor) -> tor
     order = scores.argsort(dim=1, stable=True)
     candidates = eligible.gather(1, order)
     return torch.zeros_like(eligible).scatter(1, order, candidates & (candidates.long().cumsum(1) <= k))
-
-
-def share_of(n_tokens: torch.Tensor, share: float) -> torch.Tensor:
-    """`share` of n_tokens (B, 1) long, rounded half up: (B, 1) long. Of the row's own length: batch mates do not count."""
-    return (n_tokens.double() * share + 0.5).floor().long()

@@ -17,11 +17,11 @@ import torch
 import yaml
 
 from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds
-from quicksilver.modules.checks import layer_after
+from quicksilver.modules.checks import last_tokens, layer_after, share_of
 from quicksilver.modules.fitted import EMBEDDED, BoundTranslator, FittedFile, Translator, translator_files, translator_for
 from quicksilver.modules.halting import HaltingPolicy
 from quicksilver.modules.linear_mlp import LinearMLP, MLPMaps, mlp_map_files
-from quicksilver.modules.signals import Position, Signal, SignalSpec, lowest, make_signal, share_of
+from quicksilver.modules.signals import Position, Signal, SignalSpec, lowest, make_signal
 from quicksilver.runtime import Architecture, ConfigError, KVTranslator, LayerView, MLPMap, TokenPolicy, TokenState
 from quicksilver.runtime.options import Count, InnerShare, Options, Positive, Share, check_choice, check_count, check_number
 from quicksilver.runtime.pass_state import MissingKV
@@ -90,23 +90,17 @@ class Stage(Options):
         """Whether a token's halting reads tokens up to it only."""
         return self.below is not None and self.score is not None and self.score.causal
 
-    @property
-    def protected(self) -> int:
-        """Tokens of a prompt that it does not halt."""
-        return (self.protect_first or 0) + (self.protect_last or 0)
-
     def layer(self, n_layers: int) -> int:
         """First layer that its tokens do not go through."""
         return layer_after(self.before, n_layers) + 1 if isinstance(self.before, float) else int(self.before)
 
-    def amount(self, n_tokens: int, halted: int) -> int | None:
-        """How many tokens of a row of `n_tokens` it halts after `halted` of them; None: that depends on the data."""
+    def amount(self, n_tokens: int, free: int) -> int | None:
+        """How many tokens of a row of `n_tokens` it halts, of which `free` may; None: that depends on the data."""
         if self.below is not None:
             return None
-        free = max(0, n_tokens - halted - self.protected)
         if self.rest:
-            return free
-        return min(free, int(self.wanted(torch.tensor([[n_tokens]]))))
+            return max(0, free)
+        return min(max(0, free), int(self.wanted(torch.tensor([[n_tokens]]))))
 
     def wanted(self, n_tokens: torch.Tensor) -> torch.Tensor:
         """How many tokens `count` or `share` asks for, of rows of n_tokens (B, 1) long: (B, 1) long."""
@@ -123,6 +117,11 @@ class Stage(Options):
         if below is not None:
             return eligible & (scores < below)
         return lowest(scores, eligible, self.wanted(view.n_tokens))
+
+
+def protected(n_tokens: int, first: int, last: int, at_most: float) -> int:
+    """How many of `n_tokens` are among the `first` or the last, of which there are `last` or the share `at_most`."""
+    return first + int(last_tokens(torch.tensor([[n_tokens]]), last, at_most))
 
 
 def share_in_tiles(n_tokens: torch.Tensor, share: float, multiple_of: int) -> torch.Tensor:
@@ -163,6 +162,7 @@ class StagedHalting(HaltingPolicy, Calibrated):
     Args:
         stages: `Stage`s, or mappings of their options, in order of depth. `missing_kv`, `protect_first` and `protect_last` of the
             module are for stages that give none; forced tokens halt at the first stage.
+        protect_at_most: of a short prompt the last tokens that do not halt are this share instead, where that is less, and one at least.
         calibration: a `Calibration` or the path of one; percentiles in `below` need it.
 
     Raises:
@@ -177,6 +177,7 @@ class StagedHalting(HaltingPolicy, Calibrated):
     missing_kv: MissingKV = "drop"
     protect_first: Count = 4
     protect_last: Count | None = 1
+    protect_at_most: Share = 1.0
     window: tuple[float, float] = field(default=(0.0, 1.0), init=False)
     calibration: Calibration | Path | str | None = None
 
@@ -260,9 +261,9 @@ class StagedHalting(HaltingPolicy, Calibrated):
         signal = self._stages[self._numbers[layer]].score if self.acts_at(layer) else None
         return signal is not None and signal.needs_attention
 
-    def protected_at(self, layer: int) -> tuple[int, int]:
+    def protected_at(self, layer: int) -> tuple[int, int, float]:
         stage = self._stages[self._numbers[layer]]
-        return stage.protect_first or 0, stage.protect_last or 0
+        return stage.protect_first or 0, stage.protect_last or 0, self.protect_at_most
 
     def missing_kv_at(self, layer: int) -> str:
         return self._stages[self._numbers[layer]].missing_kv or self.missing_kv
@@ -275,13 +276,20 @@ class StagedHalting(HaltingPolicy, Calibrated):
         i = self._numbers[layer]
         before = self._halted_before(i, n_tokens)
         # Another module may have halted tokens that this stage protects: then only the device knows how many are left.
-        return self._stages[i].amount(n_tokens, before) if before is not None and n_left == n_tokens - before else None
+        if before is None or n_left != n_tokens - before:
+            return None
+        return self._stages[i].amount(n_tokens, self._free(i, n_tokens, before))
+
+    def _free(self, index: int, n_tokens: int, halted: int) -> int:
+        """How many tokens of a row of `n_tokens` that stage may halt once `halted` have: below 0, it protects more than are left."""
+        stage = self._stages[index]
+        return n_tokens - halted - protected(n_tokens, stage.protect_first or 0, stage.protect_last or 0, self.protect_at_most)
 
     def _halted_before(self, index: int, n_tokens: int) -> int | None:
         """How many tokens of a row of `n_tokens` the stages before `index` have halted; None: that depends on the data."""
         halted = 0
-        for stage in self._stages[:index]:
-            if (amount := stage.amount(n_tokens, halted)) is None:
+        for i, stage in enumerate(self._stages[:index]):
+            if (amount := stage.amount(n_tokens, self._free(i, n_tokens, halted))) is None:
                 return None
             halted += amount
         return halted
@@ -296,9 +304,9 @@ class StagedHalting(HaltingPolicy, Calibrated):
         if view.is_prompt and stage.count is not None:
             n_tokens = int(view.n_tokens.min()) if view.tokens_per_row is None else view.tokens_per_row
             halted = self._halted_before(i, n_tokens)
-            if halted is not None and stage.count > (free := n_tokens - halted - stage.protected):
+            if halted is not None and stage.count > (free := self._free(i, n_tokens, halted)):
                 wanted = f"stages[{i}]: count={stage.count} is more than a prompt of {n_tokens} tokens has left"
-                gone = f"{halted} have halted before and {stage.protect_first}+{stage.protect_last} are protected"
+                gone = f"{halted} have halted before and {n_tokens - halted - free} are protected"
                 raise ConfigError(f"{wanted}: {gone}. Give at most {max(0, free)}, or a share.")
         return stage.choose(view, tokens, eligible, self._tau_below.get(view.layer))
 
@@ -313,6 +321,7 @@ class Schedule(Options):
         drop_share: how many, as a share of the prompt.
         predict_before: the layer before which all others stop, but the protected; their K/V are predicted from there.
         protect_first, protect_last: tokens that go through all layers.
+        protect_at_most: of a short prompt the last tokens are this share instead, where that is less, and one at least.
         tile: what the drop leaves of a prompt is a multiple of it.
         linear_mlp: layers in which a linear map stands in for the MLP of tokens that stop.
 
@@ -327,6 +336,7 @@ class Schedule(Options):
     protect_last: Count = 32
     tile: Positive = 1
     linear_mlp: tuple[Positive, ...] = ()
+    protect_at_most: Share = 1.0
     prefix: ClassVar[str] = "schedule."
 
     def __post_init__(self) -> None:
@@ -348,7 +358,11 @@ class Schedule(Options):
     def dropped(self, n_tokens: int) -> int:
         """How many tokens of a prompt of `n_tokens` are dropped."""
         wanted = int(share_in_tiles(torch.tensor([[n_tokens]]), self.drop_share, self.tile)) if self.drop_share else 0
-        return min(wanted, max(0, n_tokens - self.protect_first - self.protect_last))
+        return min(wanted, max(0, n_tokens - self.protected(n_tokens)))
+
+    def protected(self, n_tokens: int) -> int:
+        """How many tokens of a prompt of `n_tokens` go through all layers."""
+        return protected(n_tokens, self.protect_first, self.protect_last, self.protect_at_most)
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> Schedule:
@@ -370,7 +384,11 @@ class Schedule(Options):
         if missing_kv == "predict":
             stopped["translator"] = translator
         stages = [dropped, stopped] if self.drop_share else [stopped]
-        return StagedHalting(stages=stages, protect_first=self.protect_first, protect_last=self.protect_last)
+        return StagedHalting(stages=stages, **self._protects)
+
+    @property
+    def _protects(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("protect_first", "protect_last", "protect_at_most")}
 
     def modules(
         self,
@@ -379,10 +397,7 @@ class Schedule(Options):
         maps: Path | str | MLPMaps = EMBEDDED,
     ) -> list[TokenPolicy]:
         """All that do it: who puts linear maps in the place of MLPs, where there are any, and `halting`."""
-        first, last = self.protect_first, self.protect_last
-        mapping = (
-            [LinearMLP(layers=self.linear_mlp, maps=maps, protect_first=first, protect_last=last)] if self.linear_mlp else []
-        )
+        mapping = [LinearMLP(layers=self.linear_mlp, maps=maps, **self._protects)] if self.linear_mlp else []
         return [*mapping, self.halting(missing_kv, translator)]
 
 

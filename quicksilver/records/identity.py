@@ -26,6 +26,7 @@ from quicksilver.measure.quality import QualityResult
 from quicksilver.runtime.errors import ConfigError
 
 DIGITS = 20  # hexadecimal: 80 bits
+_LATER = {"protect_at_most": 1.0}  # options that the first records lack, with the value that does what they did
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -51,10 +52,10 @@ class Identity:
 
 def spelled_at_first(entry: Any) -> Any:
     """The options of a module as the first records have them, whatever they are called now and wherever the class has moved: a share to save
-    was a percentage, and a class stood in a file of its name."""
+    was a percentage, and a class stood in a file of its name. What was added since is left out where it changes nothing."""
     if not isinstance(entry, Mapping) or not str(entry.get("_target_", "")).startswith(f"{_PACKAGE}."):
         return entry
-    found = dict(entry)
+    found = {key: value for key, value in entry.items() if key not in _LATER or value != _LATER[key]}
     room, *file, name = str(found["_target_"]).removeprefix(f"{_PACKAGE}.").split(".")
     if file:
         snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

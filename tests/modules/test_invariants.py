@@ -84,7 +84,7 @@ IN_PROMPTS: dict[str, Callable[[], RuntimeModule]] = {
     "staged_halting": lambda: StagedHalting(protect_first=1),
     "preset_halting": lambda: Preset(schedule=Schedule(1, 0.25, 3, 2, 5)),
     "linear_mlp": lambda: RandomMLP(protect_first=1, protect_last=3),
-    "preset_of_both": lambda: Preset(schedule=Schedule(1, 0.0, 3, 2, 5, linear_mlp=(1, 2))),
+    "preset_of_both": lambda: Preset(schedule=Schedule(1, 0.0, 3, 2, 5, linear_mlp=(1, 2), protect_at_most=0.2)),
     "word_classes": lambda: WordClassHalting(depth=0.4, protect_first=0, protect_last=None, **WORDS),
     "kv_skipping": lambda: KVSkipping(criterion="attention", skipped_share=0.4, last_queries=4, protect_first=1),
     "token_fusion": lambda: TokenFusion(rule="capacity", protect_first=1),

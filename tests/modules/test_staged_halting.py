@@ -94,7 +94,7 @@ def test_a_number_larger_than_the_prompt_is_refused() -> None:
         halting.decide(*Pass([14, 10]).look(2))
     row = Pass([14])
     halting.decide(*row.look(2))
-    with tiny.refused(r"stages\[1\]: count=8 .* prompt of 14 .*: 9 have halted before and 2\+1 .* at most 2"):
+    with tiny.refused(r"stages\[1\]: count=8 .* prompt of 14 .*: 9 have halted before and 3 are .* at most 2"):
         halting.decide(*row.look(5))
 
 
@@ -116,11 +116,28 @@ def test_the_oldest_are_dropped_and_all_but_the_protected_are_predicted(name: st
     assert one.kv_present(4).sum(1).tolist() == [N - 10, N - 10]
 
 
+def test_a_short_prompt_protects_a_share_of_its_own_last_tokens_and_one_at_least() -> None:
+    short = replace(SCHEDULE, drop_share=0.0, protect_last=5, protect_at_most=0.125)
+    lengths = (40, 24, 14, 3)
+    rows = tiny.Batch(tuple(tuple(range(1, n + 1)) for n in lengths))
+    run = tiny.forward(tiny.load("gpt2"), rows, [Preset(schedule=short)]).run
+    (one,) = run.trace.passes
+    through = [int((depth[valid] == tiny.LAYERS - 1).sum()) for depth, valid in zip(one.halt_layer, one.valid, strict=True)]
+    assert through == [2 + 5, 2 + 3, 2 + 2, 2 + 1] == [short.protected(n) for n in lengths]
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_what_the_search_counts_is_what_a_run_executes(name: str) -> None:
     model = tiny.load(name)
     arch = architecture_of(model)
-    for changes in ({}, {"drop_share": 0.0}, {"predict_before": 2, "protect_last": 1}, {"tile": 16}, {"linear_mlp": (1, 2)}):
+    for changes in (
+        {},
+        {"drop_share": 0.0},
+        {"predict_before": 2, "protect_last": 1},
+        {"tile": 16},
+        {"linear_mlp": (1, 2)},
+        {"protect_at_most": 0.05},
+    ):
         one = replace(SCHEDULE, **changes)
         head = (N - 1) * 2 * arch.vocab_size * arch.width  # the test asks for all logits, a prompt for one
         executed, dense = (

@@ -13,6 +13,7 @@ from quicksilver.records.identity import Identity, foreign_sources
 from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.runs.choices import choices
+from quicksilver.runs.config import compose
 from quicksilver.runs.context import BESIDE, THRESHOLDS, calibration_provenance, texts_of
 from quicksilver.runtime.errors import ConfigError
 
@@ -77,6 +78,16 @@ def test_each_part_counts_and_spelling_does_not():
     turned = Identity({"modules": {"halting": {"window": [0.2, 0.8], "tau": 1}}, "seed": 0.0}, OF.digests, {}, 1)
     assert turned.fingerprint == OF.fingerprint
     assert Identity(**json.loads(json.dumps(OF.to_json()))).fingerprint == OF.fingerprint
+
+
+@pytest.mark.parametrize("module", ["staged_halting", "linear_mlp"])
+def test_an_option_that_came_later_counts_only_where_it_changes_something(module):
+    def found(*words):
+        (entry,) = compose([f"modules=[{module}]", "protocol=continuation", *words]).identity()["modules"].values()
+        return entry
+
+    assert "protect_at_most" not in found()
+    assert found(f"modules.{module}.protect_at_most=0.5") == {**found(), "protect_at_most": 0.5}
 
 
 def test_the_users_own_files_count_and_the_packages_do_not(tmp_path, monkeypatch):

@@ -89,6 +89,7 @@ def test_nothing_is_chosen_for_the_second_training():
         (panel.replace(other, one), key): [*words] for (panel, key), words in rows.items() if panel.startswith(f"{other}.")
     }
     schedule = yaml.safe_load((EMBEDDED / one / "predicted_kv" / "schedules.yaml").read_text())["schedules"][40]["schedule"]
+    del schedule["protect_at_most"]  # prompts have 448 tokens here
     assert yaml.safe_load(front.SCHEDULE.replace(":", ": ")) == schedule
     shared = [row for row in front.seeds_rows() if row.key in front.BOTH and row.panel.startswith(f"{one}.")]
     assert {tuple(sorted(row.overrides)) for row in shared} <= {

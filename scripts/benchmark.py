@@ -156,7 +156,7 @@ def decide(bench: Bench) -> list[Row]:
     return policies(bench, bench.options.layers, made, ("decide",))
 
 
-def in_two_stages(model: PreTrainedModel, tokens: int) -> tuple[Schedule, RuntimeModule]:
+def in_two_stages(model: PreTrainedModel, tokens: int) -> tuple[Schedule, Sequence[RuntimeModule]]:
     """A fifth of the prompt dropped early, nearly all others stopped at 5/8 of the depth, with random maps."""
     architecture = architecture_of(model)
     shape, layers = ModelShape.of(architecture), architecture.n_layers
@@ -165,7 +165,7 @@ def in_two_stages(model: PreTrainedModel, tokens: int) -> tuple[Schedule, Runtim
     # A map of the right shape: what it costs does not depend on what it predicts.
     sizes = (1 + shape.width, layers - 1 - predict, 2, shape.n_kv_heads, shape.head_dim)
     weight = 0.02 * torch.randn(sizes, generator=torch.Generator().manual_seed(0))
-    return schedule, schedule.halting(translator=Translator(predict, weight, shape, model_digest(model)).bound(architecture))
+    return schedule, schedule.modules(translator=Translator(predict, weight, shape, model_digest(model)).bound(architecture))
 
 
 def further_tokens(ids: torch.Tensor, n: int) -> Passes:
@@ -181,14 +181,14 @@ def predicted(bench: Bench) -> list[Row]:
             shape = shared.SHAPES[name]
             layers = min(shape.layers, LAYERS_OF_WIDE if shape.width > o.width else 2 * o.layers)
             model = bench.model(layers, shape)
-            schedule, module = in_two_stages(model, o.sequence)
-            made = {f"{name} × {layers} layers, {schedule}": module}
+            schedule, modules = in_two_stages(model, o.sequence)
+            made = {f"{name} × {layers} layers, {schedule}": modules}
         else:  # a shipped model under its own schedules
             model = AutoModelForCausalLM.from_pretrained(MODELS_FOLDER / name, dtype=bench.dtype).to(o.device).eval()
             layers, schedules = model.config.num_hidden_layers, schedules_of(architecture_of(model))
-            made = {f"{name}, its {100 * share:g}%, {schedule}": schedule.halting() for share, schedule in schedules.items()}
-        for what, module in made.items():
-            ways = {"predicted": Way(model, [module])}
+            made = {f"{name}, its {100 * share:g}%, {schedule}": schedule.modules() for share, schedule in schedules.items()}
+        for what, modules in made.items():
+            ways = {"predicted": Way(model, modules)}
             realized = f"realization ratio, {what} ({{saved}} of FLOPs saved)"
             prompts = Asked("predicted", realized, shared.REALIZED, ("at least", 0.9))
             tokens = Asked("predicted", f"decoding after it, slower, %: {what}", shared.SLOWER_PCT, ("at most", 1.5))

@@ -376,29 +376,23 @@ class Schedule(Options):
         except TypeError as error:
             raise ConfigError(f"schedule={dict(content)} is incomplete ({error}): give {', '.join(known)}.") from error
 
-    def halting(self, missing_kv: str = "predict", translator: str | Path | BoundTranslator = EMBEDDED) -> StagedHalting:
-        """The module that stops tokens by it, with another `missing_kv` for the second stage where that is compared."""
-        amount = {"share": self.drop_share, "multiple_of": self.tile}
-        dropped = {"before": self.drop_before, "signal": "position", "missing_kv": "drop", **amount}
-        stopped: dict[str, Any] = {"before": self.predict_before, "rest": True, "missing_kv": missing_kv}
-        if missing_kv == "predict":
-            stopped["translator"] = translator
-        stages = [dropped, stopped] if self.drop_share else [stopped]
-        return StagedHalting(stages=stages, **self._protects)
-
-    @property
-    def _protects(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("protect_first", "protect_last", "protect_at_most")}
-
     def modules(
         self,
         missing_kv: str = "predict",
         translator: str | Path | BoundTranslator = EMBEDDED,
         maps: Path | str | MLPMaps = EMBEDDED,
     ) -> list[TokenPolicy]:
-        """All that do it: who puts linear maps in the place of MLPs, where there are any, and `halting`."""
-        mapping = [LinearMLP(layers=self.linear_mlp, maps=maps, **self._protects)] if self.linear_mlp else []
-        return [*mapping, self.halting(missing_kv, translator)]
+        """All that do it, who stops tokens last: with linear maps in the place of MLPs, where there are any, and with another `missing_kv` for the
+        second stage where that is compared."""
+        protects = {name: getattr(self, name) for name in ("protect_first", "protect_last", "protect_at_most")}
+        amount = {"share": self.drop_share, "multiple_of": self.tile}
+        dropped = {"before": self.drop_before, "signal": "position", "missing_kv": "drop", **amount}
+        stopped: dict[str, Any] = {"before": self.predict_before, "rest": True, "missing_kv": missing_kv}
+        if missing_kv == "predict":
+            stopped["translator"] = translator
+        stages = [dropped, stopped] if self.drop_share else [stopped]
+        mapping = [LinearMLP(layers=self.linear_mlp, maps=maps, **protects)] if self.linear_mlp else []
+        return [*mapping, StagedHalting(stages=stages, **protects)]
 
 
 @dataclass(frozen=True)

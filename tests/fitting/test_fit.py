@@ -163,7 +163,7 @@ def test_it_comes_nearer_to_the_dense_answers_and_leaves_the_model_alone(name: s
     with tiny.left_untouched(arch.model):
         trained, _ = distill(arch, zeros, ids, [SCHEDULE], steps=40, prompt_tokens=24, batch_size=4, learning_rate=1e-2)
     judge = KLToDense(arch, ids, prompt_tokens=24)
-    after, before = (judge.of(SCHEDULE.halting(translator=one.bound(arch))).mean() for one in (trained, zeros))
+    after, before = (judge.of(*SCHEDULE.modules(translator=one.bound(arch))).mean() for one in (trained, zeros))
     assert after < 0.8 * before
     assert trained.provenance["distilled"]["steps"] == 40
     assert float(zeros.weight.abs().sum()) == 0
@@ -189,7 +189,7 @@ def test_the_search_takes_the_least_kl_of_what_saves_enough() -> None:
     found = search(judge, [zeros], 0.3, protect_last=(2, 6))
     assert [one.kl_nats for one in found] == sorted(one.kl_nats for one in found)
     assert all(one.saved_pct >= 30 for one in found)
-    assert found[0].kl_nats == pytest.approx(float(judge.of(found[0].schedule.halting(translator=zeros.bound(arch))).mean()))
+    assert found[0].kl_nats == pytest.approx(float(judge.of(*found[0].schedule.modules(translator=zeros.bound(arch))).mean()))
     maps = tiny.random_mlp_maps(arch)
     costs = by_kl(judge, maps)
     assert list(costs.values()) == sorted(costs.values())

@@ -323,7 +323,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: Neurons.of(architecture_of(tiny.load("gpt2")), 1, [3, 999]), "and none is 999"),
     (lambda: replace(tiny.random_mlp_maps(architecture_of(tiny.load("gpt2"))), neurons=((1, 2), (3,))), r"neurons=\[2, 1\]: give as many"),
     (lambda: LinearMLP().bind(architecture(tiny.LAYERS)), "maps='embedded'.*fit them for this model"),
-    (lambda: Schedule(1, 0.25, 5).halting("drop").bind(architecture(tiny.LAYERS)), "before=5 is layer 5, where halting saves nothing"),
+    (lambda: Schedule(1, 0.25, 5).modules("drop")[-1].bind(architecture(tiny.LAYERS)), "before=5 is layer 5, where halting saves nothing"),
     (lambda: apply(tiny.load("gpt2"), [SlidingWindow(), SinkAttention()]), "2 modules limit how far back"),
     (lambda: apply(tiny.load("gpt2"), [Int8Dynamic(), AdaptiveQuantization()]), "Int8Dynamic and AdaptiveQuantization"),
     (lambda: apply(tiny.load("gpt2"), [Int8Dynamic(), BFloat16()]), "Int8Dynamic and BFloat16"),

@@ -13,8 +13,12 @@ import benchmark_gpu
 import pandas as pd
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from quicksilver.cli.commands import dev
+from quicksilver.models.loading import EMBEDDED
+from quicksilver.modules import PresetHalting
+from quicksilver.runtime import apply
 
 torch.set_num_threads(1)
 GPU = "--device=cpu --shapes=tiny --sequence=12 --context=6 --new-tokens=2 --vocabulary=61 --dtype=float32 --repeats=3"
@@ -53,6 +57,18 @@ def test_every_section_is_measured_and_saved(tmp_path, capsys):
 def test_sections_and_types_can_be_chosen(tmp_path):
     found = findings(tmp_path / "benchmark.json", f"runtime {TINY} --only none --dtypes bfloat16")
     assert {(f["section"], f["dtype"]) for f in found} == {("none", "bfloat16")}
+
+
+def test_a_shipped_schedule_is_timed_with_its_linear_mlps(tmp_path):
+    words = "runtime --only predicted --dtypes float32 --batch 1 --sequence 64 --new-tokens 3 --repeats 3 --shapes far-gpt2"
+    found = findings(tmp_path / "presets.json", words)
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED / "far-gpt2").eval()
+    ids = torch.randint(model.config.vocab_size, (1, 64))
+    for save in (0.4, 0.5):
+        with torch.no_grad(), apply(model, [PresetHalting(save=save)]) as run:
+            model(ids)
+        (timed,) = [f for f in found if f["what"].startswith(f"realization ratio, far-gpt2, its {100 * save:g}%")]
+        assert timed["details"]["executed_flops_saved"] == pytest.approx(1 - run.flops.executed / run.flops.dense_nominal, abs=0.01)
 
 
 def test_every_kernel_of_this_processor_is_timed_and_models_of_both_dtypes(tmp_path):

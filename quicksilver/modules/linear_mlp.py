@@ -125,20 +125,22 @@ class LinearMap:
     """
 
     def __init__(self, weight: torch.Tensor, neurons: Neurons | None = None) -> None:
-        bias, read, written = weight[0], weight[1 : 1 + weight.shape[1]], weight[1 + weight.shape[1] :]
-        self._width, self._neurons = weight.shape[1], neurons
-        if neurons is not None:  # one product for both
-            bias, read = torch.cat([bias, neurons.bias]), torch.cat([read, neurons.weight], dim=1)
-        self._parts: Sequence[torch.Tensor] = (bias, read, written)
-        self.flops_per_token = 2 * (read.numel() + written.numel())
+        width = weight.shape[1]
+        self._neurons = neurons
+        own = () if neurons is None else (weight[1 + width :], neurons.bias, neurons.weight)
+        self._parts: Sequence[torch.Tensor] = (weight[0], weight[1 : 1 + width], *own)
+        self.flops_per_token = 2 * sum(part.numel() for part in self._parts if part.dim() == 2)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         if (self._parts[0].dtype, self._parts[0].device) != (states.dtype, states.device):
             self._parts = [part.to(states) for part in self._parts]  # a module runs the model in another format
-        bias, read, written = self._parts
-        found = torch.addmm(bias, states.flatten(0, -2), read)
+        bias, read, *own = self._parts
+        flat = states.flatten(0, -2)
+        found = torch.addmm(bias, flat, read)
         if self._neurons is not None:
-            found = torch.addmm(found[:, : self._width], self._neurons.activations(found[:, self._width :]), written)
+            # A product of their own: as a slice of the first one's, bfloat16 activations take twice the time of the whole map.
+            written, read_bias, reading = own
+            found = torch.addmm(found, self._neurons.activations(torch.addmm(read_bias, flat, reading)), written)
         return found.view_as(states)
 
 

@@ -68,7 +68,9 @@ def test_a_shipped_schedule_is_timed_with_its_linear_mlps(tmp_path):
         with torch.no_grad(), apply(model, [PresetHalting(save=save)]) as run:
             model(ids)
         (timed,) = [f for f in found if f["what"].startswith(f"realization ratio, far-gpt2, its {100 * save:g}%")]
-        assert timed["details"]["executed_flops_saved"] == pytest.approx(1 - run.flops.executed / run.flops.dense_nominal, abs=0.01)
+        assert timed["details"]["executed_flops_saved"] == pytest.approx(
+            1 - run.flops.executed / run.flops.dense_nominal, abs=0.01
+        )
 
 
 def test_every_kernel_of_this_processor_is_timed_and_models_of_both_dtypes(tmp_path):

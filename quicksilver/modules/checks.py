@@ -76,7 +76,7 @@ def share_of(n_tokens: torch.Tensor, share: float) -> torch.Tensor:
 
 def last_tokens(n_tokens: torch.Tensor, last: int, at_most: float = 1.0) -> torch.Tensor:
     """`last`, or the share `at_most` of n_tokens (B, 1) long where that is less, one at least: (B, 1) long."""
-    return share_of(n_tokens, at_most).clamp(min=1).clamp(max=last)
+    return (n_tokens if at_most == 1 else share_of(n_tokens, at_most)).clamp(min=1).clamp(max=last)
 
 
 def marked(

@@ -79,6 +79,11 @@ def last_tokens(n_tokens: torch.Tensor, last: int, at_most: float = 1.0) -> torc
     return (n_tokens if at_most == 1 else share_of(n_tokens, at_most)).clamp(min=1).clamp(max=last)
 
 
+def protected(n_tokens: int, first: int, last: int, at_most: float) -> int:
+    """How many of `n_tokens` are among the `first` or the last, of which there are `last` or the share `at_most`."""
+    return first + int(last_tokens(torch.tensor([[n_tokens]]), last, at_most))
+
+
 def marked(
     view: LayerView, name: str, ids: Sequence[int], mask: torch.Tensor | None, first: int = 0, last: int = 0, at_most: float = 1.0
 ) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from quicksilver.modules.checks import by_place
+from quicksilver.modules.checks import by_place, protected
 from quicksilver.modules.fitted import EMBEDDED, FittedFile, ModelShape
 from quicksilver.runtime import Architecture, ConfigError, LayerView, TokenPolicy, TokenState
 from quicksilver.runtime.options import Count, Share
@@ -207,4 +207,7 @@ class LinearMLP(TokenPolicy):
         return layer == 0
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
-        tokens.map_mlp(tokens.active & ~by_place(view, self.protect_first, self.protect_last, self.protect_at_most), self._maps)
+        kept = (self.protect_first, self.protect_last, self.protect_at_most)
+        if view.tokens_per_row is not None and view.is_prompt and view.tokens_per_row <= protected(view.tokens_per_row, *kept):
+            return  # no token is left for them
+        tokens.map_mlp(tokens.active & ~by_place(view, *kept), self._maps)

@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds
-from quicksilver.modules.checks import last_tokens, layer_after, share_of
+from quicksilver.modules.checks import layer_after, protected, share_of
 from quicksilver.modules.fitted import EMBEDDED, BoundTranslator, FittedFile, Translator, translator_files, translator_for
 from quicksilver.modules.halting import HaltingPolicy
 from quicksilver.modules.linear_mlp import LinearMLP, MLPMaps, mlp_map_files
@@ -117,11 +117,6 @@ class Stage(Options):
         if below is not None:
             return eligible & (scores < below)
         return lowest(scores, eligible, self.wanted(view.n_tokens))
-
-
-def protected(n_tokens: int, first: int, last: int, at_most: float) -> int:
-    """How many of `n_tokens` are among the `first` or the last, of which there are `last` or the share `at_most`."""
-    return first + int(last_tokens(torch.tensor([[n_tokens]]), last, at_most))
 
 
 def share_in_tiles(n_tokens: torch.Tensor, share: float, multiple_of: int) -> torch.Tensor:

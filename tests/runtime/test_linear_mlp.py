@@ -83,6 +83,12 @@ def test_states_that_leave_the_layer_have_the_map_where_it_stands_in_and_the_mlp
 
 
 @torch.no_grad()
+def test_where_all_tokens_are_protected_no_map_is_computed() -> None:
+    flops = tiny.forward(tiny.load("gpt2"), EVEN, [RandomMLP(protect_first=4, protect_last=64)]).run.flops
+    assert flops.executed == tiny.forward(tiny.load("gpt2"), EVEN, []).run.flops.executed
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_its_work_is_counted_and_in_the_ledgers(name: str) -> None:
     model = tiny.load(name)
@@ -135,7 +141,7 @@ def test_a_trace_holds_for_whom_and_a_replay_does_it_again(tmp_path: Path) -> No
 def test_two_of_them_and_a_mask_of_another_shape_are_refused() -> None:
     model = tiny.load("gpt2")
     with tiny.refused("Two modules replace MLPs"):
-        tiny.forward(model, EVEN, [MapsMLPs(), RandomMLP()])
+        tiny.forward(model, EVEN, [MapsMLPs(), RandomMLP(protect_last=3)])
     wrong = Does(lambda view, tokens: tokens.map_mlp(view.slots[:, :3] > 0, {}), at=0)
     with tiny.refused("map_mlp.*was given bool"):
         tiny.forward(model, EVEN, [wrong])

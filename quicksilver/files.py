@@ -20,11 +20,8 @@ MANIFEST = "manifest.json"
 
 
 def write_atomically(path: Path | str, content: bytes, *, sync: bool = True) -> None:
-    """Write to a new file in the same folder, then rename; a write that is stopped leaves what was there.
-
-    Args:
-        sync: wait until the content is on the disk, so that a power cut leaves no empty file.
-    """
+    """Write to a new file in the same folder, then rename; a write that is stopped leaves what was there. `sync`: wait until the
+    content is on the disk, so that a power cut leaves no empty file."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -44,11 +41,8 @@ def write_atomically(path: Path | str, content: bytes, *, sync: bool = True) -> 
 
 def write_files(folder: Path, contents: Mapping[str, bytes]) -> list[Path]:
     """Write `contents` by plain file name into `folder`; each file appears whole or not at all.
-
-    Raises:
-        ConfigError: a name is no plain file name, or a link stands in its place; nothing was written.
-        QuickSilverError: the disk is full, or the folder cannot be written; the files before stay.
-    """
+    Raises ConfigError: a name is no plain file name, or a link stands in its place; nothing was written. QuickSilverError: the
+    disk is full, or the folder cannot be written; the files before stay."""
     files = {folder / plain_name(name, "a file to write"): content for name, content in contents.items()}
     for path in files:
         refuse_link(path)
@@ -62,10 +56,7 @@ def write_files(folder: Path, contents: Mapping[str, bytes]) -> list[Path]:
 
 def check_writable(key: str, folder: Path) -> None:
     """Make `folder`, and refuse one that takes no file, before there is work to lose.
-
-    Raises:
-        ConfigError: names the key whose value leads there.
-    """
+    Raises ConfigError: names the key whose value leads there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=folder).close()
@@ -82,8 +73,6 @@ def cannot_write(folder: Path, error: OSError) -> QuickSilverError:
 
 
 # --- names that come out of a file ------------------------------------------------------------------------------------------------
-
-
 def plain_name(
     name: Any, what: str, kind: str = "plain file name (letters, digits, . _ + -)", pattern: str = r"\w[\w.+-]*"
 ) -> str:
@@ -100,10 +89,7 @@ def fingerprint_of(name: Any, what: str = "a record") -> str:
 
 def own_path(folder: Path, name: str) -> Path:
     """`folder`/`name`; `name` is a path of plain names, and neither `folder` nor anything on the way is a link.
-
-    Raises:
-        ConfigError: it leads elsewhere.
-    """
+    Raises ConfigError: it leads elsewhere."""
     path = folder
     refuse_link(path)
     for part in name.split("/"):
@@ -120,18 +106,13 @@ def refuse_link(path: Path) -> None:
 
 
 # --- a folder that a command fills ------------------------------------------------------------------------------------------------
-
-
 def publish(folder: Path, contents: Mapping[str, bytes]) -> None:
     """Make `folder` hold `contents`, by relative path. Its manifest names them; what only the one before names is removed.
 
     Files that no manifest names belong to somebody else and stay, and so does what was changed since it was written.
-
-    Raises:
-        ConfigError: before anything is written: the folder or a place in it is a link, there is something in it and no manifest, a place is
-            taken by a file that the manifest does not name, or the manifest names what lies elsewhere.
-        QuickSilverError: the disk is full, or the folder cannot be written.
-    """
+    Raises ConfigError: before anything is written: the folder or a place in it is a link, there is something in it and no
+    manifest, a place is taken by a file that the manifest does not name, or the manifest names what lies elsewhere.
+    QuickSilverError: the disk is full, or the folder cannot be written."""
     before = _manifest(folder)
     for name in contents:
         path = own_path(folder, name)

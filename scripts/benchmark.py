@@ -8,28 +8,27 @@ python scripts/benchmark_gpu.py                    # on a CUDA device; python sc
 Random weights of true shapes: what is priced is the execution. Every comparison is a ratio of callables that take turns in one run; the first of
 them is timed twice a round, and that difference is the noise floor (A/A). Numbers and pictures go to results/benchmarks/.
 
-runtime, on gpt2-large layers (d = 1280, 20 heads) at 8 × 512 tokens:
+runtime, on layers of gpt2-large's shape. Realization ratio: share of time saved over share of executed FLOPs saved; at 1 no time is spent on what
+    is not executed.
     none       no module: equal logits, and no slower than the plain model
-    decay      exponential decay of active tokens, alpha = 0.07 over 36 layers: realization ratio, the share of time saved over the share of
-               executed FLOPs saved; 1 means that every operation not executed is time not spent
-    fusion     30% of the prompt fused away at a third of the depth: the same ratio, and the price of choosing the pairs
+    decay      realization ratio of an exponential decay of active tokens
+    fusion     that of a prompt of which 30% is fused away at a third of the depth, and the price of choosing the pairs
     decide     the price of deciding alone: modules decide, everything is executed
-    predicted  a fifth of the prompt dropped early, nearly all others stopped at 5/8 of the depth with their K/V predicted, on --shapes (a shipped
-               model under its own schedules): realization ratio of the prompt, and time per token decoded after it
+    predicted  a fifth of the prompt dropped early, nearly all others stopped at 5/8 of the depth with their K/V predicted, on --shapes:
+               realization ratio of the prompt, and time per token decoded after it
     generate   greedy decoding: tokens per second without a module; time of a further token when every token stops at half depth
-    repeat     the same ratio measured three times over: how far apart its medians are
+    repeat     one ratio measured three times over: how far apart its medians are
 quantization: what int8 brings. A kernel is timed with what it needs around it: coding the inputs with one scale a token, scales and bias.
     kernels    one linear layer: every kernel of the runtime that is right on this processor, and torchao's where it is installed
     prefill    whole models, int8 products for all tokens, batch × sequence; decode: one token at a time in batch 1
 break_even: time over dense inference's, by batch × sequence × width × halting rate. A point pays where even the worse quartile is faster than dense
-    inference by more than the noise.
-    prefill    one-shot halting of a share of the prompt after the first layer; half of the K/V skipped; 30% fused; int8 from the second layer on
-    decode     every new token stops at a share of the depth; the others leave a smaller cache, or narrower products
+    inference by more than the noise. In prefill tokens halt at once after the first layer; in decode every new token stops at a share of the
+    depth. Beside halting: half of the K/V skipped, 30% fused, int8 from the second layer on.
 lengths: one prompt in batch 1. Time to its first token and per further token over dense inference's, against its length: predicted K/V, and a
     truncation at no more operations.
 scaling: time against length and depth, dense and under ExponentialDecay at the paper's ends of alpha (App. J), each with its power law.
-lm_eval: our adapter without modules against lm-eval's own model `hf` on the same requests; answers must be equal, which is looked at first. Each
-    part takes as many rounds as fit into its share of --seconds, five at least.
+lm_eval: our adapter without modules against lm-eval's own model `hf` on the same requests, after their answers were found equal. Each part takes
+    as many rounds as fit into its share of --seconds, five at least.
 `--clock cpu` counts the processor time of this process: fairer on a shared machine, with --threads 1.
 """
 
@@ -47,7 +46,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle, product
 from pathlib import Path
@@ -69,7 +68,7 @@ from quicksilver.modules import AdaptiveQuantization, ExponentialDecay, Halting,
 from quicksilver.modules.fitted import MODELS_FOLDER, ModelShape, Translator, model_digest
 from quicksilver.modules.kernels import FastestLinear
 from quicksilver.modules.staged_halting import Schedule, schedules_of, shipped_with_schedules
-from quicksilver.report.figure import Figure, panels, style
+from quicksilver.report.figure import Figure, panels, style, whiskers, write_cells
 from quicksilver.runtime import ConfigError, RuntimeModule, apply
 from quicksilver.runtime.architecture import architecture_of
 from quicksilver.runtime.ledger import LayerWork
@@ -83,6 +82,7 @@ PHASES = ("prefill", "decode")
 STEPS = 4  # tokens decoded in one sample of break_even and of quantization
 COPIES = 8  # of a linear layer that one row goes round, more than a cache holds: a decoder reads weights once
 Options = argparse.Namespace
+Drawn = tuple[pd.DataFrame, Any, str]  # what a picture shows, the drawing, the first lines of its caption
 
 
 # -- runtime ---------------------------------------------------------------------------------------------------------------------
@@ -168,14 +168,9 @@ def in_two_stages(model: PreTrainedModel, tokens: int) -> tuple[Schedule, Sequen
     return schedule, schedule.modules(translator=Translator(predict, weight, shape, model_digest(model)).bound(architecture))
 
 
-def further_tokens(ids: torch.Tensor, n: int) -> Passes:
-    """`n` tokens decoded after a prompt, whose run goes on."""
-    return lambda model, begin: shared.decoding(ids, n)(model, lambda: None)
-
-
 def predicted(bench: Bench) -> list[Row]:
     o, found = bench.options, list[Row]()
-    after = further_tokens(bench.ids, o.new_tokens)
+    after = shared.decoding(bench.ids, o.new_tokens, anew=False)
     for name in o.shapes:
         if name in shared.SHAPES:
             shape = shared.SHAPES[name]
@@ -190,10 +185,10 @@ def predicted(bench: Bench) -> list[Row]:
         for what, modules in made.items():
             ways = {"predicted": Way(model, modules)}
             realized = f"realization ratio, {what} ({{saved}} of FLOPs saved)"
-            prompts = Asked("predicted", realized, shared.REALIZED, ("at least", 0.9))
-            tokens = Asked("predicted", f"decoding after it, slower, %: {what}", shared.SLOWER_PCT, ("at most", 1.5))
-            found += bench.against_plain(model, ways, prompts, layers=layers)
-            found += bench.against_plain(model, ways, tokens, passes=after, layers=layers)
+            of_prompt = Asked("predicted", realized, shared.REALIZED, ("at least", 0.9))
+            of_token = Asked("predicted", f"decoding after it, slower, %: {what}", shared.SLOWER_PCT, ("at most", 1.5))
+            for asked, passes in ((of_prompt, None), (of_token, after)):
+                found += bench.against_plain(model, ways, asked, passes=passes, layers=layers)
     return found
 
 
@@ -379,7 +374,7 @@ def break_even_rates(frame: pd.DataFrame) -> list[Row]:
     return found
 
 
-def draw_break_even(frame: pd.DataFrame, o: Options) -> Figure:
+def draw_break_even(frame: pd.DataFrame, o: Options) -> Drawn:
     """A map for each phase and shape: a line a batch and sequence, a column a mechanism."""
     there = frame[frame["status"] == "measured"]
     shapes, phases, names = (list(there[column].unique()) for column in ("shape", "phase", "mechanism"))
@@ -393,32 +388,21 @@ def draw_break_even(frame: pd.DataFrame, o: Options) -> Figure:
             if not lines:
                 plot.text(0.5, 0.5, "left out", ha="center", transform=plot.transAxes)
                 continue
-            shown = cells.assign(shown=cells["time_saved_pct"].where(cells["verdict"] != "within noise", 0.0))
-            values = shown.pivot_table(index=["batch", "sequence"], columns="mechanism", values="shown").reindex(lines)[names]
-            drawn = plot.imshow(values.to_numpy(), cmap="RdBu", vmin=-75, vmax=75, aspect="auto")
-            for cell in cells.to_dict("records"):
-                saved, at = cell["time_saved_pct"], lines.index((cell["batch"], cell["sequence"]))
-                said = "·" if cell["verdict"] == "within noise" else f"{saved:+.0f}"
-                colour = "white" if abs(saved) > 50 else "black"
-                plot.text(names.index(cell["mechanism"]), at, said, ha="center", va="center", size=8, color=colour)
+            cells = cells.assign(shown=cells["time_saved_pct"].where(cells["verdict"] != "within noise", 0.0))
+            values = cells.pivot(index=["batch", "sequence"], columns="mechanism", values="shown").loc[lines, names].to_numpy()
+            drawn = plot.imshow(values, cmap="RdBu", vmin=-75, vmax=75, aspect="auto")
+            write_cells(plot, values, {at: f"{saved:+.0f}" if saved else "·" for at, saved in np.ndenumerate(values)})
             plot.set_yticks(range(len(lines)), [f"{batch} × {sequence}" for batch, sequence in lines])
             plot.set_xticks(range(len(names)), names, rotation=60, ha="right")
         drawing.colorbar(drawn, ax=axes, label="time saved, % of dense (more is better)", shrink=0.8)
     caption = (
         f"Random weights of the true widths, {o.layers} layers, float32; {STEPS} tokens after each prompt in decode. Percent of dense time "
-        "saved, median of rounds in turns; · = no further from dense than dense from itself (A/A) or than the quartiles.",
-        machine_of(o),
+        "saved, median of rounds in turns; · = no further from dense than dense from itself (A/A) or than the quartiles."
     )
-    return Figure("break_even", "Where a mechanism starts to pay", frame, drawing, caption)
+    return frame, drawing, caption
 
 
-def machine_of(o: Options) -> str:
-    around = shared.environment(o.device)
-    versions = f"torch {around['torch']}, transformers {around['transformers']}"
-    return f"Machine: {around['machine']}, {around['threads']} threads, {versions}; {o.repeats} rounds."
-
-
-def break_even(o: Options) -> Figure:
+def break_even(o: Options) -> Drawn:
     if not all(rate < 1 for rate in o.rates):
         raise ConfigError(f"--rates {' '.join(map(str, o.rates))}: shares between 0 and 1.")
     found: list[Row] = []
@@ -435,10 +419,10 @@ def break_even(o: Options) -> Figure:
 # -- scaling ---------------------------------------------------------------------------------------------------------------------
 
 
-def _along(plot: Any, words: Iterable[str], ticks: Sequence[float], **labels: str) -> None:
+def _along(plot: Any, ticks: Sequence[int], **labels: str) -> None:
     """A logarithmic axis with these ticks, and what stands beside the axes."""
     plot.set_xscale("log", base=2)
-    plot.set_xticks(ticks, list(words))
+    plot.set_xticks(ticks, [*map(str, ticks)])
     plot.set(**labels)
     plot.legend()
 
@@ -476,7 +460,7 @@ def fits(frame: pd.DataFrame) -> list[Row]:
     return [{"axis": axis, "way": way} | power_law(mine[axis], mine["ms"]) for (axis, way), mine in groups]
 
 
-def scaling(o: Options) -> Figure:
+def scaling(o: Options) -> Drawn:
     """Time against length and against depth, on logarithmic axes."""
     points = [("sequence", sequence, o.fixed_layers) for sequence in o.sequence]
     points += [("layers", o.fixed_sequence, layers) for layers in o.layers]
@@ -485,23 +469,21 @@ def scaling(o: Options) -> Figure:
     with style():
         drawing, axes = panels(1, 2, size=(7.6, 3.3))
         for plot, axis in zip(axes.flat, labels, strict=True):
-            fitted = [fit for fit in fits(frame) if fit["axis"] == axis]
-            for place, fit in enumerate(fitted):
-                mine = frame[(frame["axis"] == axis) & (frame["way"] == fit["way"])]
+            along = frame[frame["axis"] == axis]
+            for place, fit in enumerate(fits(along)):
+                mine = along[along["way"] == fit["way"]]
                 law = "" if fit["r_squared"] is None else f": ~ {fit['exponent']:.2f} power, R² {fit['r_squared']:.3f}"
                 bars = look(place, label=f"{fit['way']}{law}", elinewidth=0.7, capsize=2)
                 plot.errorbar(mine[axis], mine["ms"], yerr=mine["iqr_ms"] / 2, **bars)
-            ticks = sorted(set(frame.loc[frame["axis"] == axis, axis]))
-            _along(plot, [f"{tick:g}" for tick in ticks], ticks, xlabel=labels[axis], ylabel="time of one pass, ms")
+            _along(plot, sorted(set(along[axis])), xlabel=labels[axis], ylabel="time of one pass, ms")
             plot.set_yscale("log", base=2)
             plot.yaxis.set_major_formatter("{x:g}")
     caption = (
         f"{o.shape}'s width with random weights, batch {o.batch}, float32; left with {o.fixed_layers} layers, right with "
         f"{o.fixed_sequence} tokens. decay α: N·exp(−αℓ) tokens active in layer ℓ of the true depth ({shared.SHAPES[o.shape].layers} layers), at the "
-        "same fraction of this one's. Medians of rounds in turns; bars: half of the interquartile range.",
-        machine_of(o),
+        "same fraction of this one's. Medians of rounds in turns; bars: half of the interquartile range."
     )
-    return Figure("scaling", "Time against length and depth", frame, drawing, caption)
+    return frame, drawing, caption
 
 
 # -- one prompt, by its length ----------------------------------------------------------------------------------------------------
@@ -510,13 +492,16 @@ def scaling(o: Options) -> Figure:
 def length_point(tokens: int, o: Options) -> list[Row]:
     """Times over dense inference's at one length: of the prompt until its first token, and of a further token."""
     model = model_of(shared.SHAPES[o.shape], o.layers, tokens + o.new_tokens, dtype=getattr(torch, o.dtype), device=o.device)
-    (schedule, module), arch = in_two_stages(model, tokens), architecture_of(model)
+    (schedule, modules), arch = in_two_stages(model, tokens), architecture_of(model)
     # As many tokens of the prompt as take no more operations than the schedule.
     left = (1 - saved_pct(arch, schedule, tokens) / 100) * LayerWork(1, tokens, None).flops(arch)
     kept = max(n for n in range(1, tokens) if n == 1 or LayerWork(1, n, None).flops(arch) <= left)
     ids = random_ids(1, tokens, device=o.device)
-    ways = {"dense": Way(model, None), "predicted": Way(model, [module]), "truncated": Way(model, [PromptTruncation(keep=kept)])}
-    asked = {"first token": prompt(ids, use_cache=True, logits_to_keep=1), "further token": further_tokens(ids, o.new_tokens)}
+    ways = {"dense": Way(model, None), "predicted": Way(model, modules), "truncated": Way(model, [PromptTruncation(keep=kept)])}
+    asked = {
+        "first token": prompt(ids, use_cache=True, logits_to_keep=1),
+        "further token": shared.decoding(ids, o.new_tokens, anew=False),
+    }
     found = []
     for what, passes in asked.items():
         times, executed = in_turns(ways, passes, o)
@@ -530,7 +515,7 @@ def length_point(tokens: int, o: Options) -> list[Row]:
     return found
 
 
-def lengths(o: Options) -> Figure:
+def lengths(o: Options) -> Drawn:
     """Time to the first token and per further token over dense inference's, against the length of one prompt."""
     frame = pd.DataFrame(row for tokens in o.sequence for row in length_point(tokens, o))
     titles = {"first token": "to the first token", "further token": "per further token"}
@@ -539,25 +524,25 @@ def lengths(o: Options) -> Figure:
         for plot, (what, title) in zip(axes.flat, titles.items(), strict=True):
             for place, way in enumerate(("predicted", "truncated")):
                 mine = frame[(frame["what"] == what) & (frame["way"] == way)]
-                around = (mine["time_of_dense"] - mine["low"], mine["high"] - mine["time_of_dense"])
+                around = whiskers(mine["time_of_dense"], mine["low"], mine["high"])
                 plot.errorbar(mine["tokens"], mine["time_of_dense"], yerr=around, **look(place, label=way, capsize=2))
             if what == "first token":
                 plot.plot(mine["tokens"], mine["flops_of_dense"], "", color="0.4", label="operations, both")
             plot.axhline(1, color="0.6", linewidth=0.8)
-            _along(plot, map(str, o.sequence), o.sequence, xlabel="tokens of the prompt", ylabel=f"time {title}, over dense")
+            _along(plot, o.sequence, xlabel="tokens of the prompt", ylabel=f"time {title}, over dense")
     caption = (
         f"One prompt on {o.layers} layers of {o.shape}'s width with random weights, {o.dtype}. predicted: a fifth dropped early, nearly all "
         "others stopped at 5/8 of the depth with K/V predicted. truncated: the newest tokens, at no more operations. Medians and quartiles of "
-        "rounds in turns.",
-        machine_of(o),
+        "rounds in turns."
     )
-    return Figure("lengths", "One prompt: time over dense inference's, by its length", frame, drawing, caption)
+    return frame, drawing, caption
 
 
 # -- lm-evaluation-harness -------------------------------------------------------------------------------------------------------
 
-LM_PARTS = ("contexts", "letters", "choices", "rolling", "generate")
-LM_CALLS = {"rolling": "loglikelihood_rolling", "generate": "generate_until"}  # other parts: loglikelihood
+LM_CALLS = {
+    **dict.fromkeys(("contexts", "letters", "choices"), "loglikelihood"), "rolling": "loglikelihood_rolling", "generate": "generate_until",
+}  # fmt: skip
 NATS = 1e-4  # of a log-likelihood; of a whole text, which is a sum over many tokens, ten times as much
 LETTERS = (" A", " B", " C", " D")
 LEAST_ROUNDS, MOST_ROUNDS = 5, 25
@@ -581,7 +566,7 @@ def requests(part: str, count: int, words: int) -> list[Any]:
         "rolling": ((context,) for context in contexts),
         "generate": ((context, {"until": ["\n\n"], "max_gen_toks": 24}) for context in contexts[: max(1, count // 4)]),
     }
-    kind: Any = LM_CALLS.get(part, "loglikelihood")
+    kind: Any = LM_CALLS[part]
     return [Instance(request_type=kind, doc={}, arguments=one, idx=i) for i, one in enumerate(arguments[part])]
 
 
@@ -600,7 +585,7 @@ def lm_part(part: str, hflm: Any, ours: Any, o: Options) -> Row:
     of = requests(part, o.contexts, o.words)
 
     def asked(model: Any) -> Call:
-        return lambda: getattr(model, LM_CALLS.get(part, "loglikelihood"))(of, disable_tqdm=True)
+        return lambda: getattr(model, LM_CALLS[part])(of, disable_tqdm=True)
 
     began = time.perf_counter()
     difference = apart(part, asked(ours)(), asked(hflm)())  # and nothing is cold after it
@@ -706,9 +691,8 @@ def markdown(output: Path) -> str:
     for path in sorted(output.glob("benchmark*.json")):
         sessions.setdefault(re.sub(r"_\d+$", "", path.stem), []).append(json.loads(path.read_text(encoding="utf-8")))
     for stem, contents in sessions.items():
-        around, options = contents[0].get("environment", {}), contents[0]["options"]
-        told = {name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in options.items()}
-        given = ", ".join(f"{name} {value}" for name, value in told.items())
+        around, told = contents[0].get("environment", {}), contents[0]["options"]
+        given = ", ".join(f"{name} {' '.join(map(str, one)) if isinstance(one, list) else one}" for name, one in told.items())
         named = {"machine": "{}", "threads": "{} threads", "torch": "torch {}", "transformers": "transformers {}"}
         known = [words.format(around[name]) for name, words in named.items() if name in around]
         title = next(title for beginning, title in TITLES.items() if stem.startswith(beginning))
@@ -796,7 +780,7 @@ BENCHMARKS: dict[str, tuple[Callable[[Options], Any], Path, dict[str, Any]]] = {
         "new_tokens": Option(8, "decoded after the prompt", least=1), **shared.TIMED, "device": "cpu",
     }),
     "lm_eval": (lm_eval, shared.RESULTS / "benchmark_lm_eval.json", {
-        "model": Option("reference-gpt2", "a model of conf/model, a folder or a hub id"), "parts": Option(LM_PARTS, choices=LM_PARTS),
+        "model": Option("reference-gpt2", "a model of conf/model, a folder or a hub id"), "parts": Option(tuple(LM_CALLS), choices=LM_CALLS),
         "contexts": 8, "words": Option(48, "words of a context, at least", least=2), "batch_size": 4,
         "seconds": Option(45.0, "of rounds, all parts together; what loads comes on top", least=0), "clock": shared.CLOCK, "threads": 1,
     }),
@@ -812,10 +796,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name == "all":
         return run(o)
     if name in PICTURES:
-        figure = run(o)
-        figure.write(o.output)
+        (frame, drawing, caption), around = run(o), shared.environment(o.device)
         title, said, summary = PICTURES[name]
-        print(title, f"{said}:", table(summary(figure.frame)), *left_out(figure.frame), machine_of(o), sep="\n\n")
+        versions = f"torch {around['torch']}, transformers {around['transformers']}"
+        machine = f"Machine: {around['machine']}, {around['threads']} threads, {versions}; {o.repeats} rounds."
+        Figure(name, title, frame, drawing, (caption, machine)).write(o.output)
+        print(title, f"{said}:", table(summary(frame)), *left_out(frame), machine, sep="\n\n")
     else:
         around, found = shared.environment(getattr(o, "device", "cpu")), list[Row]()
         for row in run(o):

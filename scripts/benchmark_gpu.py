@@ -131,7 +131,7 @@ def ways_of(part: str, model: PreTrainedModel) -> dict[str, Way]:
 def measured(part: str, model: PreTrainedModel, place: Row, batch: int, o: Options) -> Iterator[Row]:
     """A part's ways in turns. What one of them raises is a finding, too; a full device is not: it stops the part."""
     ways, failed = ways_of(part, model), {}
-    if not on_cuda(o.device):
+    if not shared.on_cuda(o.device):
         failed = {name: NEEDS_CUDA for name in ways if name.endswith(("torchao", "CUDA graph"))}
     ids = random_ids(batch, o.context if part == "decode" else o.sequence, vocabulary=o.vocabulary, device=o.device)
     decoded = shared.decoding(ids, o.new_tokens)
@@ -153,10 +153,6 @@ def measured(part: str, model: PreTrainedModel, place: Row, batch: int, o: Optio
             "realization": REALIZED(row["value"], saved) if real else None,
         }  # fmt: skip
     yield from (place | {"what": name, "failed": why} for name, why in failed.items())
-
-
-def on_cuda(device: str) -> bool:
-    return torch.device(device).type == "cuda"
 
 
 def compile_layers(model: PreTrainedModel) -> None:
@@ -211,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     dry = DRY if "--dry-run" in words else {}
     o = shared.parsed("gpu", __doc__, OPTIONS, words, None if dry else shared.RESULTS / "benchmark_gpu.json", **dry)
-    if on_cuda(o.device) and not torch.cuda.is_available():
+    if shared.on_cuda(o.device) and not torch.cuda.is_available():
         raise QuickSilverError("this machine has no CUDA device that torch can use; --dry-run tries every step without one.")
     found = list[Row]()
     with tempfile.TemporaryDirectory() as folder:

@@ -18,11 +18,14 @@ from contextlib import ExitStack
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+if TYPE_CHECKING:
+    from quicksilver.runtime import RuntimeModule
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results" / "benchmarks"
@@ -78,14 +81,15 @@ def prompt(ids: torch.Tensor, **how: Any) -> Passes:
     return lambda model, begin: (lambda: (begin(), model(ids, **how).logits)[1],)
 
 
-def decoding(ids: torch.Tensor, n: int) -> Passes:
-    """`n` further tokens after the prompt (B, N), whose cache is made once; and what takes them back."""
+def decoding(ids: torch.Tensor, n: int, *, anew: bool = True) -> Passes:
+    """`n` further tokens after the prompt (B, N), whose cache is made once; and what takes them back. anew: each sample begins a run."""
 
     def passes(model: PreTrainedModel, begin: Call) -> tuple[Call, ...]:
         cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
 
         def steps() -> None:
-            begin()
+            if anew:
+                begin()
             for _ in range(n):
                 model(ids[:, :1], past_key_values=cache, use_cache=True)
 
@@ -103,7 +107,7 @@ class Way(NamedTuple):
     """
 
     model: PreTrainedModel
-    modules: Sequence[Any] | Callable[[], Sequence[Any]] | None = ()
+    modules: Sequence[RuntimeModule] | Callable[[], Sequence[RuntimeModule]] | None = ()
     execution: Any = "compact"
     prepare: Call = lambda model: None
     finish: Call = lambda step: step
@@ -218,14 +222,17 @@ def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def on_cuda(device: str) -> bool:
+    return torch.device(device).type == "cuda"
+
+
 def environment(device: str) -> Row:
     """What a benchmark ran on, and the load average now."""
     from quicksilver.runtime.quantized.proving import processor
 
-    on_gpu = torch.device(device).type == "cuda"
     return {
         "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
-        "machine": torch.cuda.get_device_name(torch.device(device)) if on_gpu else processor(), "threads": torch.get_num_threads(),
+        "machine": torch.cuda.get_device_name(torch.device(device)) if on_cuda(device) else processor(), "threads": torch.get_num_threads(),
         "load_average_before": os.getloadavg()[0],
     }  # fmt: skip
 

@@ -74,6 +74,9 @@ class Recipe:
         return ["falls"] if meta["recipe"]["falls"] == begun else []
 
 
+OPTIONS = [f.name for f in dataclasses.fields(Recipe) if f.name not in ("base", "epochs", "falls")]  # by their names
+
+
 @dataclass(frozen=True)
 class Encoded:
     """One row.
@@ -184,7 +187,7 @@ def drawn(batch: list[Encoded], share: float, seed: int, step: int) -> torch.Ten
 def accuracy(model: Any, data: list[Encoded]) -> float:
     model.eval()
     ordered = sorted(data, key=lambda e: len(e.ids))
-    groups = [ordered[start : start + 32] for start in range(0, len(ordered), 32)]
+    groups = (ordered[start : start + 32] for start in range(0, len(ordered), 32))
     right = sum(round(loss_of(model, batch, 0.0)[1] * len(batch)) for batch in groups)
     model.train()
     return right / len(data)
@@ -365,8 +368,8 @@ def train(recipe: Recipe, data_root: Path, work: Path, out: Path | None, minutes
     if done < steps or out is None:
         return
     # The model in bfloat16 with its tokenizer, training.json, the learning curve and a card.
-    plain, rows = adapted.merge_and_unload() if adapted else model, {name: len(rows) for name, rows in data.items()}
-    plain.to(torch.bfloat16).save_pretrained(out)
+    finished, rows = adapted.merge_and_unload() if adapted else model, {name: len(rows) for name, rows in data.items()}
+    finished.to(torch.bfloat16).save_pretrained(out)
     for path in folder.glob("tokenizer*.json"):
         (out / path.name).write_bytes(path.read_bytes())
     told = {"recipe": dataclasses.asdict(recipe), "rows": rows, "history": history, "torch": torch.__version__}
@@ -384,50 +387,19 @@ LICENCES = {
 
 
 def card(out: Path, recipe: Recipe, history: list[Any], rows: dict[str, int]) -> str:
-    """README.md of the finished model."""
-    right, falls = history[-1]["held_accuracy"], recipe.falls
-    columns = (f"{name} | {n:,} | {recipe.epochs[name]:g} | {right[name]:.1%}" for name, n in rows.items())
-    tasks = "\n".join(f"| {cells} | {LICENCES.get(name, 'its own')} |" for name, cells in zip(rows, columns, strict=True))
-    size_mb = sum(path.stat().st_size for path in out.iterdir() if path.name != "README.md") / 1e6
-    falling = f"over steps {', '.join(f'{first} to {last}' for first, last in falls)}" if falls else "at the end"
-    # Options that are not as they come: `--lr 0.0005`.
-    plain = [f for f in dataclasses.fields(Recipe) if f.default is not dataclasses.MISSING and f.name != "falls"]
-    given = {f.name.replace("_", "-"): getattr(recipe, f.name) for f in plain if getattr(recipe, f.name) != f.default}
-    options = [f"--falls {' '.join(f'{first}-{last}' for first, last in falls)}"] if falls else []
-    options += [f"--{name} {value if isinstance(value, str) else f'{value:g}'}" for name, value in given.items()]
-    epochs = " ".join(f"{name}={value:g}" for name, value in recipe.epochs.items())
-    words = ["python scripts/finetune.py", recipe.base, "--tasks", epochs, *options, "--work W --out O"]
-    what = f"low-rank updates of rank {recipe.lora} of all matrices, merged," if recipe.lora else "all weights"
-    early = "; where the rate fell early, that is less than the plan" if falls else ""
-    kept = ". SST-2's are phrases of the sentences that it was trained on. The validation sentences are harder"
-    if recipe.held == "sentences":
-        kept = ". In tasks of one sentence they are whole sentences. Nothing that is in them alone was trained on"
+    """README.md of the finished model, by finetune.md.jinja."""
+    falls = [f"{first}-{last}" for first, last in recipe.falls]
+    words = ["--tasks", *(f"{name}={value:g}" for name, value in recipe.epochs.items()), *(["--falls", *falls] if falls else [])]
+    for name in OPTIONS:
+        if (value := getattr(recipe, name)) != getattr(Recipe, name):
+            words += [f"--{name.replace('_', '-')}", value if isinstance(value, str) else f"{value:g}"]
     before = start_of(recipe.base) / "training.json"
-    if before.is_file() and set(rows) & set(json.loads(before.read_text()).get("rows", ())):
-        kept += ". The base model was trained on most of them before, so their accuracy is too high"
-    return f"""# {out.name}
-
-{recipe.base}, {what} fine-tuned on label words of {", ".join(rows)}, stored in bfloat16 ({size_mb:.1f} MB). The answer is the \
-likeliest label word after the prompt (templates: conf/dataset). It exists so that tasks can be measured without a network.
-
-| task | rows trained on | epochs of the plan | accuracy on its kept rows, at the end | licence |
-|---|--:|--:|--:|---|
-{tasks}
-
-The kept rows ({HELD_ROWS} at most, or a tenth) come from the training split{kept}. Scores on the validation sets are in Table 4. What stays \
-near its most frequent answer was not learned by a model of this size.
-
-![learning curve](learning_curve.png)
-
-Steps of at most {recipe.batch_tokens} tokens, examples of one task and of like length. AdamW ({recipe.lr:g}), warmup of \
-{recipe.warmup_steps} steps, then falling. It falls straight to 0 {falling}. {history[-1]["step"]} steps in all{early}. Loss: cross-entropy of the \
-label word. Tasks of one sentence add {recipe.prefix_loss:g} times that of the label words after each token. With bfloat16 autocast, \
-seed {recipe.seed}, one thread of a CPU.
-
-Again: `{" ".join(words)}` (needs the rows below `--data-root`).
-
-The base model, its data and its limits: ../{recipe.base}/README.md.
-"""
+    known = json.loads(before.read_text()).get("rows", ()) if before.is_file() else ()
+    return training_loop.filled(
+        "finetune.md.jinja", name=out.name, recipe=recipe, rows=rows, last=history[-1], licences=LICENCES, held_rows=HELD_ROWS,
+        size_mb=sum(path.stat().st_size for path in out.iterdir() if path.name != "README.md") / 1e6,
+        trained_before=bool(set(rows) & set(known)), command=" ".join(["python scripts/finetune.py", recipe.base, *words, "--work W --out O"]),
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -441,8 +413,7 @@ def main() -> None:
     ask("--threads", type=int, default=1)
     ask("--falls", nargs="*", default=[], metavar="FROM-TO", help="steps between which the learning rate falls to 0")
     ask("--minutes", type=float, default=1e9)
-    plain = [f.name for f in dataclasses.fields(Recipe) if f.name not in ("base", "epochs", "falls")]
-    training_loop.add_options(parser, Recipe, plain)
+    training_loop.add_options(parser, Recipe, OPTIONS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     try:
@@ -450,7 +421,7 @@ def main() -> None:
     except ValueError as error:
         raise SystemExit(f"--tasks takes TASK=EPOCHS, such as sst2=3, not {' '.join(args.tasks)!r}.") from error
     falling = tuple((int(first), int(last)) for first, last in (fall.split("-") for fall in args.falls))
-    recipe = Recipe(args.base, epochs, **{name: getattr(args, name) for name in plain}, falls=falling)
+    recipe = Recipe(args.base, epochs, **{name: getattr(args, name) for name in OPTIONS}, falls=falling)
     torch.manual_seed(recipe.seed)
     try:
         train(recipe, args.data_root, args.work, args.out, args.minutes)

@@ -14,6 +14,7 @@ from pathlib import Path
 import reference_corpus as corpus
 import torch
 import torch.nn.functional as F
+import training_loop
 from train_reference import DATA, SHIPPED, Recipe, bits_per_byte, load_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -31,7 +32,6 @@ EVALUATIONS = (
 )
 PROMPT = "The language reference describes the syntax of"
 SAMPLED_TOKENS = 16
-WITHOUT_WEIGHTS = "Its weights are not in the package, to keep it small: `make train-reference MODEL={name}` makes them, and then this loads it:"
 LICENCES = {
     "wiki": ("WikiText-2 train (article order shuffled)", "CC BY-SA 3.0"), "books": ("public-domain books", "public domain"),
     "docstrings": ("docstrings of the installed Python packages and standard library", "each package's own, mostly BSD, MIT, Apache-2.0, PSF"),
@@ -65,79 +65,29 @@ def depth_profile(model: PreTrainedModel, windows: torch.Tensor) -> tuple[list[f
 
 
 def card(name: str, folder: Path, data_root: Path) -> str:
-    """The card as markdown; takes minutes."""
+    """The card as markdown, by model_card.md.jinja; takes minutes."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    purpose = "It exists so that token-level adaptivity can be measured on a really trained, deep enough model without a network."
-    if name.startswith("ladder-"):
-        purpose = "It is a rung of the ladder of sizes below reference-gpt2 (`make reproduce-figure FIGURE=ladder`)."
-    elif name.endswith("-seed43"):
-        purpose = "It is reference-gpt2 trained a second time, from another seed (`make reproduce-figure FIGURE=ladder`)."
-    tokenizer = load_tokenizer(folder)
+    tokenizer, text = load_tokenizer(folder), corpus.held_out_texts(data_root)
     training = json.loads((folder / "training.json").read_text())
-    recipe, text = training["recipe"], corpus.held_out_texts(data_root)
-    context = min(CONTEXT_TOKENS, recipe["context_tokens"])
-    scores = [(label, bits_per_byte(model, tokenizer, text[key], context, windows, "cpu")) for label, key, windows in EVALUATIONS]
+    recipe = Recipe.from_saved(training["recipe"])
+    context = min(CONTEXT_TOKENS, recipe.context_tokens)
     ids = torch.tensor(tokenizer(text["python-docs"], add_special_tokens=False)["input_ids"])
     lens_nats, agreement, nats_by_position = depth_profile(model, ids[: len(ids) // context * context].view(-1, context)[::20])
     prompt = tokenizer(PROMPT, return_tensors="pt", truncation=True, max_length=context - SAMPLED_TOKENS)["input_ids"]
     generated = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=SAMPLED_TOKENS, do_sample=False)
-    (sample,) = tokenizer.batch_decode(generated[:, prompt.shape[1] :])
+    sample = tokenizer.batch_decode(generated[:, prompt.shape[1] :])[0].strip()
     # Of each row of the loss by position, the first and one after the last; a window's first token is scored by nobody.
     ends = [*(end for end in POSITIONS if end < context), context]
-    parameters = sum(p.numel() for p in model.parameters())
-    size_mb = sum(p.stat().st_size for p in folder.iterdir() if p.name != "README.md") / 1e6
-
-    rows = [
-        f"# {name}", "",
-        f"A {recipe['family'].upper() if recipe['family'] == 'gpt2' else 'Llama'}-architecture language model of {parameters / 1e6:.2f} M parameters, "
-        f"trained {'' if recipe.get('start') else 'from scratch '}for QuickSilver. It has {recipe['layers']} layers, width {recipe['width']}, {recipe['heads']} heads"
-        + (f" ({recipe['kv_heads']} key-value heads, SwiGLU)" if recipe["family"] == "llama" else "")
-        + f", and a context of {recipe['context_tokens']} tokens. Its byte-level BPE has {recipe['vocab_size']} entries; embeddings are tied. "
-        f"It is stored in bfloat16 ({size_mb:.1f} MB).",
-        f"{purpose} It is no assistant.", "",
-        *((WITHOUT_WEIGHTS.format(name=name), "") if (folder / LEFT_OUT).is_file() else ()),
-        "```python", f'AutoModelForCausalLM.from_pretrained("quicksilver/models/reference/{name}")', "```", "",
-        "## Evaluation", "", f"Disjoint windows of {context} tokens; every position but the first of a window is scored. Arithmetic is float32 on the stored bfloat16 weights.", "",
-        "| text (kept out of training) | bits per byte |", "|---|---|", *(f"| {label} | {value:.3f} |" for label, value in scores), "",
-        "![loss curve](loss_curve.png)", "",
-        "### Where tokens settle", "", f"python-docs, {context}-token windows. Logit lens: final norm and output head on the state after a layer. "
-        "Agreement: share of tokens whose most likely next token is already the last layer's.", "",
-        "| layer | logit-lens loss (nats) | agreement with the last layer |", "|---|---|---|",
-        *(f"| {i + 1} | {v:.3f} | {a:.1%} |" for i, (v, a) in enumerate(zip(lens_nats, agreement, strict=True))), "",
-        "### Loss by position", "", "| positions | nats per token |", "|---|---|",
-        *(f"| {lo} to {hi - 1} | {nats_by_position[lo - 1 : hi - 1].mean().item():.3f} |" for lo, hi in pairwise(ends)), "",
-        "### Greedy sample", "", f"`{PROMPT}` → `{sample.strip()!r}`" if "`" not in sample else f"{PROMPT!r} → {sample.strip()!r}", "",
-        "## Data and licences", "", "| source | documents | bytes | tokens | share of training (stable, decay) | licence |", "|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    for i, (source, info) in enumerate(training["corpus"]["sources"].items()):
-        label, licence = LICENCES[source]
-        shares = f"{recipe['mixture'][i]:.0%}, {recipe['decay_mixture'][i]:.0%}"
-        rows.append(f"| {label} | {info['documents']:,} | {info['bytes']:,} | {info['tokens']:,} | {shares} | {licence} |")
-    more = ", the packages of python-source" if "code" in recipe["sources"] else ""
-    rows += [
-        "", f"Kept out: WikiText-103 validation and test, books validation and test, `pydoc_data.topics`{more}. Every training document that shares {training['corpus']['ngram_words']} "
-        "consecutive words with them was removed, and the rest counted again:", "",
-        "| source | 13-grams | shared before | documents removed | shared after |", "|---|---|---|---|---|",
-    ]  # fmt: skip
-    for source, info in training["corpus"]["sources"].items():
-        o = info["overlap"]
-        removed = f"{o['removed']} of {o['documents']:,}"
-        rows.append(f"| {LICENCES[source][0]} | {o['ngrams']:,} | {o['shared_before']:,} | {removed} | {o['shared_after']} |")
-    trained = Recipe.from_saved(recipe)
-    steps, decay = trained.steps, trained.steps - min(trained.decay_start, *(trained.shortened or (trained.steps,)))
-    windows = f"Windows have {recipe['stable_context_tokens']} tokens while the learning rate is constant, and {recipe['context_tokens']} while it falls (the last {decay} steps)."
-    if trained.long_from_tokens == 0:
-        windows = f"Windows have {recipe['context_tokens']} tokens. The learning rate falls in the last {decay} steps."
-    begun = f" It goes on from {trained.start}." if trained.start else ""
-    rows += [
-        "", "## Training", "",
-        f"{steps * recipe['batch_tokens'] / 1e6:.1f} M tokens in {steps} steps of {recipe['batch_tokens']:,}. {windows}"
-        f"{begun} Muon ({recipe['lr_muon']}) for the layers' matrices, AdamW ({recipe['lr_adamw']}) for the rest, bfloat16 autocast, seed {recipe['seed']}.",
-        f"{training['hours']:.1f} hours on {training['threads']} thread(s) of {training['device'].upper()}, shared with other work; torch {training['torch']}. A compute-limited model: the curve was still falling.", "",
-        f"Again: `make train-reference MODEL={name}` (needs the text, see `--data-root`). The same seed, machine and packages give the same weights. The docstrings are those of the installed packages. Other versions give a similar corpus, not the same.", "",
-        "## Limits", "", "English and Python documentation only; a few million training tokens; no instruction tuning, no safety work. Facts it states are not to be believed.", "",
-    ]  # fmt: skip
-    return "\n".join(rows)
+    return training_loop.filled(
+        "model_card.md.jinja", name=name, recipe=recipe, training=training, corpus=training["corpus"], context=context, licences=LICENCES,
+        parameters=sum(p.numel() for p in model.parameters()), weights_left_out=(folder / LEFT_OUT).is_file(),
+        size_mb=sum(p.stat().st_size for p in folder.iterdir() if p.name != "README.md") / 1e6,
+        scores=[(label, bits_per_byte(model, tokenizer, text[key], context, windows, "cpu")) for label, key, windows in EVALUATIONS],
+        by_layer=zip(lens_nats, agreement, strict=True),
+        by_position=[(lo, hi - 1, nats_by_position[lo - 1 : hi - 1].mean().item()) for lo, hi in pairwise(ends)],
+        sample=f"`{PROMPT}` → `{sample!r}`" if "`" not in sample else f"{PROMPT!r} → {sample!r}",
+        falling_steps=recipe.steps - min(recipe.decay_start, *(recipe.shortened or (recipe.steps,))),
+    )  # fmt: skip
 
 
 def main() -> None:

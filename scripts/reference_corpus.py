@@ -40,6 +40,7 @@ _PERMISSIVE = re.compile(r"\b(MIT|BSD|Apache|PSF|Python Software Foundation|ISC|
 _RESTRICTIVE = re.compile(r"GPL|GNU|MPL|Mozilla|EUPL|proprietary|NVIDIA", re.I)
 _CODE_BYTES, _CODE_BYTES_OF_ONE = 45_000_000, 6_000_000  # of all packages, and at most of one
 _RECALL_DOCUMENTS = 16_000
+_TOKENIZER_BYTES = 12_000_000  # of each source
 _NO_CODE = ("site-packages", "pydoc_data", "encodings", "idlelib", "lib2to3", "turtledemo")  # folders of the standard library
 
 
@@ -118,17 +119,17 @@ def _up_to(texts: dict[bytes, str], size: int) -> Iterator[tuple[bytes, str]]:
         yield digest, texts[digest]
 
 
-def recall_documents(fillers: list[str], count: int, seed: int = 11) -> Iterator[str]:
+def recall_documents(fillers: list[str]) -> Iterator[str]:
     """Facts, a passage, then the facts again or questions about them, in another order. The words are drawn from the fillers; those of
     far-recall are none of them."""
     from quicksilver.data import made_here
 
-    draw = random.Random(seed)
+    draw = random.Random(11)
     counts = Counter(word for text in fillers[:400] for word in re.findall(r"[A-Za-z][a-z]{3,8}\b", text))
     tested = {*made_here._ADJECTIVES, *made_here._THINGS, *made_here._PLACES}
     words = [word for word in sorted(counts, key=lambda w: (-counts[w], w))[150:6000] if word.lower() not in tested]
     lower, names = [w for w in words if w.islower()], [w for w in words if not w.islower()]
-    for _ in range(count):
+    for _ in range(_RECALL_DOCUMENTS):
         n = draw.randint(2, 14)
         one, two, three, some = (draw.sample(of, n) for of in (lower, lower, lower, names))
         number = [str(draw.randint(2, 999)) for _ in range(n)]
@@ -163,7 +164,7 @@ def training_documents(data_root: Path, sources: tuple[str, ...] = SOURCES) -> d
     if "code" in sources:
         found["code"] = code_documents()
         fillers = random.Random(5).sample([*books, *wiki, *found["code"]], 3000)
-        found["recall"] = list(recall_documents(fillers, _RECALL_DOCUMENTS))
+        found["recall"] = list(recall_documents(fillers))
     return found
 
 
@@ -204,13 +205,13 @@ def remove_overlap(documents: dict[str, list[str]], held_out: dict[str, str]) ->
     return kept, report
 
 
-def train_tokenizer(documents: dict[str, list[str]], vocab_size: int, per_source_bytes: int = 12_000_000) -> Tokenizer:
+def train_tokenizer(documents: dict[str, list[str]], vocab_size: int) -> Tokenizer:
     """A byte-level BPE (GPT-2's pre-tokenisation) trained on the same number of bytes of each source."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     def sample() -> Iterator[str]:
         for source in documents:
-            left = per_source_bytes
+            left = _TOKENIZER_BYTES
             for text in documents[source]:
                 if left <= 0:
                     break

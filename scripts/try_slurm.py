@@ -33,42 +33,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from quicksilver.records import lease
+from quicksilver.records.store import Store
+from quicksilver.runs.sweep import Sweep
+from quicksilver.runtime.errors import ConfigError
+
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "scancel", "sinfo", "squeue")
+PLACES = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"  # daemons may lie where no user looks
+Numbers = dict[str, float | int]
 HOST = socket.gethostname().partition(".")[0]
-# Nothing here asks the kernel for more than a container gives: processes are found by their parents, tasks are not bound.
-CONF = """
-ClusterName=quicksilver
-SlurmctldHost={host}(127.0.0.1)
-SlurmUser=root
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
-CryptoType=crypto/munge
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU_Memory
-DefMemPerCPU=3000
-SwitchType=switch/none
-MpiDefault=none
-ReturnToService=2
-SlurmctldPort={ports[0]}
-SlurmdPort={ports[1]}
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
-AccountingStorageType=accounting_storage/none
-JobAcctGatherType=jobacct_gather/linux
-JobAcctGatherFrequency=task=1
-JobAcctGatherParams=OverMemoryKill
-SchedulerParameters=batch_sched_delay=0,sched_interval=1
-KillWait=2
-NodeName={host} NodeAddr=127.0.0.1 CPUs=2 RealMemory=8000 State=UNKNOWN
-PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
-"""
 
 
 class Trouble(Exception):
@@ -78,13 +52,9 @@ class Trouble(Exception):
 def missing() -> str | None:
     """Why there can be no trial on this machine; None: there can."""
     for program in PROGRAMS:
-        if _which(program) is None:
+        if shutil.which(program, path=PLACES) is None:
             return f"{program} is not installed: apt-get install slurm-wlm munge"
     return None if os.geteuid() == 0 else f"Slurm's daemons are started as root, and this is {getpass.getuser()}"
-
-
-def _which(program: str) -> str | None:
-    return shutil.which(program) or shutil.which(program, path="/usr/sbin:/sbin")
 
 
 @contextmanager
@@ -97,24 +67,25 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
     key.chmod(0o400)
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
         ports = [free.getsockname()[1] for free in (one, two)]
-    conf.write_text(CONF.format(host=HOST, folder=folder, ports=ports))
+    conf.write_text(Path(__file__).with_suffix(".conf").read_text().format(host=HOST, folder=folder, ports=ports))
     environment = {**os.environ, "SLURM_CONF": str(conf)}
     munge = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
+    daemons: list[subprocess.Popen[bytes]] = []
 
-    def start(command: str, *words: str) -> subprocess.Popen[bytes]:
+    def start(command: str, *words: str) -> None:
+        program = [shutil.which(command, path=PLACES) or command, *words]
         with (folder / f"{command}.out").open("wb") as log:
-            program = [_which(command) or command, *words]
-            return subprocess.Popen(program, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+            daemons.append(subprocess.Popen(program, stdout=log, stderr=log, env=environment, start_new_session=True))
 
     def idle() -> bool:
         states = subprocess.run(["sinfo", "-h", "-o", "%t"], capture_output=True, text=True, env=environment).stdout.split()
         return states == ["idle"]
 
-    daemons = [start("munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *munge)]
     try:
+        start("munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *munge)
         _until((folder / "munge.socket").exists, 30, "munged does not start")
-        daemons.append(start("slurmctld", "-D", "-f", str(conf)))
-        daemons.append(start("slurmd", "-D", "-f", str(conf), "-N", HOST))
+        start("slurmctld", "-D", "-f", str(conf))
+        start("slurmd", "-D", "-f", str(conf), "-N", HOST)
         _until(idle, 60, f"Slurm does not come up (logs in {folder})")
         yield environment
     finally:
@@ -167,6 +138,24 @@ class Sweeping:
         if command.wait():
             raise Trouble(f"the sweep in {results} failed: {(self.folder / f'{results}.log').read_text()[-2000:]}")
 
+    def compare(self, results: str, expected: int) -> None:
+        """Make the same sweep in one process. Raises Trouble: its records are not as many as expected, or others than those of `results`."""
+        self.wait(self.start("serial"), "serial")
+        ours, serial = _records(self.folder / results), _records(self.folder / "serial")
+        if len(serial) != expected:
+            raise Trouble(f"the serial sweep made {len(serial)} records, not {expected}")
+        lost, more = serial.keys() - ours.keys(), ours.keys() - serial.keys()
+        if lost or more:
+            raise Trouble(f"{len(lost)} records are lost and {len(more)} are of no run")
+        if wrong := [f"{name} has {ours[name]}, not {numbers}" for name, numbers in serial.items() if numbers != ours[name]]:
+            raise Trouble(f"{len(wrong)} records are not those of a serial sweep: {wrong[0]}")
+
+
+def _records(results: Path) -> dict[str, tuple[float, int]]:
+    """Nats and operations of every record, by fingerprint."""
+    contents = {path.parent.name: json.loads(path.read_text()) for path in (results / "runs").glob("[!.]*/record.json")}
+    return {name: (content["nll_nats"], content["executed_flops"]) for name, content in contents.items()}
+
 
 @dataclass
 class Watcher:
@@ -174,7 +163,6 @@ class Watcher:
 
     results: Path
     runs: int
-    workers: int = 2
     looks: int = 0
     page_behind: int = 0
 
@@ -185,8 +173,6 @@ class Watcher:
 
     def makers(self) -> list[int]:
         """Processes that make a run now."""
-        from quicksilver.records.store import Store
-
         return [who.pid for who in Store(self.results).in_the_making().values()]
 
     def done(self) -> int:
@@ -194,9 +180,6 @@ class Watcher:
 
         Raises Trouble: it is not as many as there are records, more run than there are workers, or a run failed.
         """
-        from quicksilver.runs.sweep import Sweep
-        from quicksilver.runtime.errors import ConfigError
-
         before, page = len(_records(self.results)), self.on_page()
         try:
             counts = Counter(state.state for state in Sweep.load(self.results, "trial").states())
@@ -210,17 +193,17 @@ class Watcher:
             raise Trouble(f"the status said {done} done between {before} and {after} records")
         if page > after:
             raise Trouble(f"the page said {page} done where there were {after} records")
-        if counts.total() != self.runs or counts["running"] > self.workers or counts["failed"]:
-            raise Trouble(f"the status of {self.runs} runs with {self.workers} workers said {dict(counts)}")
+        if counts.total() != self.runs or counts["running"] > 2 or counts["failed"]:
+            raise Trouble(f"the status of {self.runs} runs with 2 workers said {dict(counts)}")
         return done
 
 
-def trial(folder: Path, runs: int) -> dict[str, float | int]:
+def trial(folder: Path, runs: int) -> Numbers:
     """Kill a worker, kill the head, go on, compare; returns what was counted.
 
     Raises Trouble: a record is missing, there twice or another than a serial sweep's, or the status was wrong.
     """
-    found: dict[str, float | int] = {"runs": runs}
+    found: Numbers = {"runs": runs}
     with slurm(folder / "slurm") as environment:
         sweeping = Sweeping(folder, environment, runs, windows=3, layers=6, window=32)
         results, some = folder / "slurm_two", max(1, runs // 6)
@@ -240,8 +223,7 @@ def trial(folder: Path, runs: int) -> dict[str, float | int]:
         again = sweeping.start("slurm_two", 2)
         _until(lambda: watcher.done() == runs or again.poll() is not None, 3600, "the sweep does not end")
         sweeping.wait(again, "slurm_two")
-        sweeping.wait(sweeping.start("serial"), "serial")
-        _compare(_records(results), _records(folder / "serial"), runs + 1)
+        sweeping.compare("slurm_two", runs + 1)
         if watcher.done() != runs or watcher.on_page() != runs:
             raise Trouble(f"status and page say {watcher.done()} and {watcher.on_page()} of {runs}")
     return found | {"looks_at_the_status": watcher.looks, "runs_the_page_was_behind_at_most": watcher.page_behind}
@@ -258,8 +240,6 @@ class BlockWatcher(threading.Thread):
 
     def run(self) -> None:
         """Until the program ends."""
-        from quicksilver.records import lease
-
         while True:
             with suppress(OSError):  # folders go while they are looked at
                 for path in self.drafts.glob("*/*/quality-*"):
@@ -277,12 +257,12 @@ class BlockWatcher(threading.Thread):
         return counts | {"blocks_begun_again": begun, "blocks_computed_twice": published}
 
 
-def one_run(folder: Path, windows: int) -> dict[str, float | int]:
+def one_run(folder: Path, windows: int) -> Numbers:
     """Let two workers share one run; kill a worker and the head, end a job's time and its memory, take the node down; compare.
 
     Raises Trouble: the record is missing, or another than that of one process; more than two blocks were computed twice.
     """
-    found: dict[str, float | int] = {"windows": windows, "load_before": os.getloadavg()[0]}
+    found: Numbers = {"windows": windows, "load_before": os.getloadavg()[0]}
     with slurm(folder / "slurm") as environment, ExitStack() as at_the_end:
         sweeping = Sweeping(folder, environment, 1, windows, layers=24, window=256)
         results, log = folder / "shared", folder / "shared.log"
@@ -344,8 +324,7 @@ def one_run(folder: Path, windows: int) -> dict[str, float | int]:
             print(f"{kill.__name__}, at {len(looker.published)} blocks", file=sys.stderr, flush=True)
         _until(more_blocks, 3600, "the run does not end")
         heads[-1].wait()
-        sweeping.wait(sweeping.start("serial"), "serial")
-        _compare(_records(results), _records(folder / "serial"), 2)
+        sweeping.compare("shared", 2)
         for record in (folder / "serial" / "runs").glob("[!.]*"):
             for path in (record / "windows.parquet", record / "trace.safetensors"):
                 shared = results / "runs" / record.name / path.name
@@ -357,7 +336,7 @@ def one_run(folder: Path, windows: int) -> dict[str, float | int]:
     return found
 
 
-def speed(folder: Path, runs: int, windows: int | None = None) -> dict[str, float | int]:
+def speed(folder: Path, runs: int, windows: int | None = None) -> Numbers:
     """Time the same sweep, or one run of so many windows, with one worker and with two, of one thread each.
 
     Returns:
@@ -365,7 +344,7 @@ def speed(folder: Path, runs: int, windows: int | None = None) -> dict[str, floa
         first record is there, from that to the last, and until the command ends.
     """
     runs = 1 if windows else runs
-    found: dict[str, float | int] = {"runs": runs, "windows": windows or 24, "load_before": os.getloadavg()[0]}
+    found: Numbers = {"runs": runs, "windows": windows or 24, "load_before": os.getloadavg()[0]}
     with slurm(folder / "slurm") as environment:
         environment |= {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         sweeping = Sweeping(folder, environment, runs, windows or 24, layers=12, window=256)
@@ -385,22 +364,6 @@ def speed(folder: Path, runs: int, windows: int | None = None) -> dict[str, floa
     for of in ("seconds", "seconds_from_first_to_last_record"):  # of one run: its dense run's, and its own
         found[f"times_as_fast_by_{of}"] = round(found[f"{of}_with_1"] / max(found[f"{of}_with_2"], 1e-9), 2)
     return found
-
-
-def _records(results: Path) -> dict[str, tuple[float, int]]:
-    """Nats and operations of every record, by fingerprint."""
-    contents = {path.parent.name: json.loads(path.read_text()) for path in (results / "runs").glob("[!.]*/record.json")}
-    return {name: (content["nll_nats"], content["executed_flops"]) for name, content in contents.items()}
-
-
-def _compare(ours: dict[str, tuple[float, int]], serial: dict[str, tuple[float, int]], expected: int) -> None:
-    if len(serial) != expected:
-        raise Trouble(f"the serial sweep made {len(serial)} records, not {expected}")
-    lost, more = serial.keys() - ours.keys(), ours.keys() - serial.keys()
-    if lost or more:
-        raise Trouble(f"{len(lost)} records are lost and {len(more)} are of no run")
-    if wrong := [f"{name} has {ours[name]}, not {numbers}" for name, numbers in serial.items() if numbers != ours[name]]:
-        raise Trouble(f"{len(wrong)} records are not those of a serial sweep: {wrong[0]}")
 
 
 def main() -> int:

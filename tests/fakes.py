@@ -117,8 +117,8 @@ def put(content: dict[str, Any], name: str, result: Result) -> None:
 def make(
     results: Path, name: str, protocol: str = "all", *, per_token: float | None = None, null_per_token: float | None = None, saved: float = 0.0,
     faster: float = 0.0, noise_pct: float = 1.0, prompt_timed: bool = False, without: Sequence[str] = (), spread: float = 1.0,
-    measured: Mapping[str, Result] | None = None, files: Mapping[str, Callable[[Path], object]] | None = None,
-    columns: Mapping[str, Any] | None = None, **changes: Any,
+    measured: Mapping[str, Result] = {}, files: Mapping[str, Callable[[Path], object]] = {}, columns: Mapping[str, Any] = {},
+    **changes: Any,
 ) -> Record:  # fmt: skip
     """A whole record in `results`; the dense one of `protocol` when `per_token` is None.
 
@@ -136,7 +136,7 @@ def make(
     dense = per_token is None
     tokens, nats = TOKENS[protocol], dense_nats(protocol)
     noise = np.random.default_rng(1).standard_normal((2, WINDOW_COUNT)) * 0.001 * spread * tokens
-    windows = pd.DataFrame({"window": range(WINDOW_COUNT), "tokens": tokens, "nll_nats": nats, **(columns or {})})
+    windows = pd.DataFrame({"window": range(WINDOW_COUNT), "tokens": tokens, "nll_nats": nats, **columns})
     base = quality(windows, protocol)
     if per_token is not None:
         windows["nll_nats"] = nats + per_token * tokens + noise[0]
@@ -148,7 +148,7 @@ def make(
             windows[ledger] = count / WINDOW_COUNT
     content = described(name, protocol, None if dense else f"dense {protocol}")
     asked = OmegaConf.to_container(OmegaConf.load(config_dir() / "measure" / "default.yaml"))
-    content["config"]["measure"] |= {name: entry | {"enabled": True} for name, entry in asked.items() if name in (measured or {})}
+    content["config"]["measure"] |= {name: entry | {"enabled": True} for name, entry in asked.items() if name in measured}
     results_of: dict[str, Result] = {
         "quality": found,
         "audit": AuditResult(0.0, 10.0, 4, [1, 2, 3, 4]),
@@ -157,22 +157,22 @@ def make(
     if null_per_token is not None:
         null = float(windows["null_nll_nats"].sum())
         results_of["null"] = NullResult("shuffle", np.exp(null / found.tokens), null, found.executed_flops, found.nominal_flops)
-    for measurement, result in (results_of | dict(measured or {})).items():
+    for measurement, result in (results_of | dict(measured)).items():
         if measurement not in without:
             put(content, measurement, result)
     if not dense:
         content |= {f"dense_{key}": value for key, value in encoded(DenseTotals.of(base)).items()}
-    return publish(results, content | changes, windows, files or {})
+    return publish(results, content | changes, windows, files)
 
 
 def publish(
-    results: Path, content: Mapping[str, Any], windows: pd.DataFrame, files: Mapping[str, Callable[[Path], object]] | None = None
+    results: Path, content: Mapping[str, Any], windows: pd.DataFrame, files: Mapping[str, Callable[[Path], object]] = {}
 ) -> Record:
     """A record of these entries, windows and further files, through the store."""
     store = Store(results)
     with store.draft(content["fingerprint"]) as draft:
         draft.write(WINDOWS, lambda path: windows.to_parquet(path, index=False))
-        for name, write in (files or {}).items():
+        for name, write in files.items():
             draft.write(name, write)
         return store.publish(draft, content)
 

@@ -40,15 +40,16 @@ from quicksilver.models.spec import ModelConfig
 from quicksilver.modules.calibration import calibrate_modules
 from quicksilver.runs.choices import choices
 from quicksilver.runs.parts import build_modules, module_entry
-from quicksilver.runtime.architecture import architecture_of
+from quicksilver.runtime.architecture import architecture_of, linears_of
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.module import RuntimeModule, Transform
 from quicksilver.runtime.quantized import kernels
-from quicksilver.runtime.quantized.kernels import KERNELS, linears_of, weight_of
+from quicksilver.runtime.quantized.kernels import KERNELS, weight_of
 from quicksilver.runtime.trace import Trace
 
 _COMMAND = "python tests/golden.py --write"
 GOLDEN = Path(__file__).with_name("golden.json")
+TEXT = GOLDEN.with_suffix(".txt")  # what is scored and calibrated on
 SAME = 1e-9  # relative bound on floats, on any processor
 # How far negative log-likelihoods of a window may be from float64, relative, by number format. float32: 16 layers and sums of 48 tokens of
 # numbers with an error of 2^-24 each. Threshold: float32, and an activation at a threshold falls on its other side, for one token of 48.
@@ -83,20 +84,6 @@ LEFT_OUT = (  # gates and linear MLPs belong to whole models (tests/fitting); th
 WITH = {"kv_skipping": "halting", "kv_skipping_paper_c4": "halting"}  # these ask about tokens that halted
 TOGETHER = ("halting", "kv_skipping", "token_fusion", "adaptive_quantization")
 MEASURED = (TOGETHER, ("halting",), ("token_fusion_capacity",), ("heavy_hitter",))  # they go through every pass without a clock
-
-TEXT = """
-Twice a day the sea rises and falls along most coasts. The moon pulls the water on the near side of the earth more strongly than it
-pulls the earth itself, and the earth more strongly than the water on the far side. Two bulges form, one towards the moon and one away
-from it, and as the earth turns, each place passes through both of them. The sun does the same, but less than half as much. When the sun
-and the moon stand in one line, at new moon and at full moon, their tides add up and the range is large. When they stand at right angles
-the range is small. The shape of the coast decides the rest. In a funnel such as the Bay of Fundy the water piles up to sixteen metres,
-while in the Mediterranean it hardly moves. A tide table therefore rests on measurements: a harbour records the height of the water for
-a year or more, and the heights are taken apart into a few dozen waves, each with the period of one motion of the moon or the sun. Added
-up again, the waves predict the water for many years to come. Wind and air pressure are not in the table. A storm that blows towards the
-land may raise the water by several metres, and a fall of the pressure by one hectopascal raises it by one centimetre. Ships that need
-every metre of depth wait for high water, and people who gather mussels wait for low water. Both know that the next one comes about
-twelve hours and twenty-five minutes later, because the moon has moved on while the earth turned once around itself.
-"""
 
 
 # --- the cases ------------------------------------------------------------------------------------------------------------------
@@ -180,7 +167,7 @@ class _Bench:
         if exact:
             self.model.double()
         self.protocol: Protocol = Protocol(protocol, WINDOW, PROMPT, BATCH)
-        self.windows = encode(" ".join(TEXT.split()), self.tokenizer, WINDOW, SCORED + CALIBRATING)
+        self.windows = encode(" ".join(TEXT.read_text(encoding="utf-8").split()), self.tokenizer, WINDOW, SCORED + CALIBRATING)
         self.scored, self.calibrating = self.windows.ids[:SCORED], self.windows.ids[SCORED:]
         self.dense = DenseLogits(self.model, self.protocol)
 
@@ -286,11 +273,8 @@ def _digest(trace: Trace) -> str:
 def differences(expected: Any, found: Any, where: str = "") -> list[str]:
     """What of `found` is not what was expected, one line each; floats within `SAME` are equal, further keys no matter."""
     if isinstance(expected, Mapping) and isinstance(found, Mapping):
-        return [
-            line
-            for key in expected
-            for line in differences(expected[key], found.get(key), f"{where}.{key}" if where else str(key))
-        ]
+        inside = [(one, found.get(key), f"{where}.{key}" if where else str(key)) for key, one in expected.items()]
+        return [line for part in inside for line in differences(*part)]
     if isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
         return [line for i, pair in enumerate(zip(expected, found, strict=True)) for line in differences(*pair, f"{where}[{i}]")]
     if isinstance(expected, float) and isinstance(found, float | int):

@@ -53,6 +53,16 @@ class Pass:
         )  # fmt: skip
         return view, TokenState(self.state, view, None, self.state.active(layer))
 
+    def ask(self, module: RuntimeModule, layer: int, halted: list[list[bool]] | None = None, **seen: torch.Tensor) -> LayerView:
+        """Ask `module` after `layer`, once `halted` (B, N) have; the view, with the states that it leaves behind."""
+        module.bind(architecture(self.n_layers))
+        view, tokens = self.look(layer, **seen)
+        if halted is not None:
+            tokens.halt(torch.tensor(halted), missing_kv="project")
+        if module.acts_at(layer):
+            module.decide(view, tokens)
+        return view
+
     def run(self, module: RuntimeModule, layers: Sequence[int] | None = None) -> PassState:
         """Ask `module` after each layer, as the runtime would."""
         module.bind(architecture(self.n_layers))

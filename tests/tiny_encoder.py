@@ -31,15 +31,9 @@ class Tagger(PreTrainedModel):
         return self.head(self.encoder.norm(self.encoder(inputs_embeds=states, attention_mask=attention_mask).last_hidden_state))
 
 
-def tagger() -> Tagger:
-    torch.manual_seed(0)
-    config = EncoderConfig(
-        hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=4, intermediate_size=40, attn_implementation="sdpa"
-    )
-    return Tagger(config).eval()
-
-
-MODEL = tagger()
+torch.manual_seed(0)
+SIZES = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "intermediate_size": 40}
+MODEL = Tagger(EncoderConfig(**SIZES, attn_implementation="sdpa")).eval()
 
 
 def states(rows: int, n: int, seed: int = 0) -> torch.Tensor:

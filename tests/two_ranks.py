@@ -20,8 +20,8 @@ from quicksilver.modules.fitted import ModelShape, Translator, model_digest
 from quicksilver.runtime import apply, architecture_of
 from quicksilver.runtime.errors import ConfigError
 
-PROMPT, MORE = 20, 4
-IDS = torch.arange(2 * (PROMPT + MORE)).view(2, -1) * 7 % 59 + 1
+BATCH = tiny.Batch(tuple(tuple(7 * i % 59 + 1 for i in range(first, first + 24)) for first in (0, 24)))
+CHUNKS = [20, 1, 1, 1, 1]  # a prompt, and the tokens after it
 
 
 def modules(model):
@@ -48,17 +48,6 @@ def modules(model):
     }  # fmt: skip
 
 
-@torch.no_grad()
-def passes(model, run):
-    """Logits of a prompt and of the tokens after it, with a cache."""
-    out = model(IDS[:, :PROMPT], use_cache=True)
-    logits = [out.logits]
-    for at in range(PROMPT, PROMPT + MORE):
-        out = model(IDS[:, at : at + 1], past_key_values=out.past_key_values, use_cache=True)
-        logits.append(out.logits)
-    return torch.cat(logits, 1)
-
-
 def summed(*numbers: int) -> list[int]:
     """Of all ranks."""
     found = torch.tensor(numbers, dtype=torch.int64)
@@ -69,24 +58,24 @@ def summed(*numbers: int) -> list[int]:
 def compare(whole, cut) -> dict[str, dict[str, float | bool | int]]:
     found = {}
     for (name, ours), theirs in zip(modules(cut).items(), modules(whole).values(), strict=True):
-        with apply(whole, theirs) as run:
-            wanted, trace, flops, kv = passes(whole, run), run.trace, run.flops, run.kv_bytes
-        with apply(cut, ours) as run:
-            logits: list[torch.Tensor] = []
-            counted = count_executed(lambda run=run, logits=logits: logits.append(passes(cut, run)))
-            flops_here, kv_here, ours_trace = run.flops_of_rank, run.kv_bytes_of_rank, run.trace
-            ours_flops, ours_kv = run.flops, run.kv_bytes
-        flops_sum, billed, resident = summed(flops_here, kv_here.billed, kv_here.resident)
+        wanted, made = tiny.forward(whole, BATCH, theirs, chunks=CHUNKS), list[tiny.Outcome]()
+        counted = count_executed(lambda ours=ours, made=made: made.append(tiny.forward(cut, BATCH, ours, chunks=CHUNKS)))
+        run, of_whole = made[0].run, wanted.run
+        own_kv, kv, kv_whole = run.kv_bytes_of_rank, run.kv_bytes, of_whole.kv_bytes
+        flops_sum, billed, resident = summed(run.flops_of_rank, own_kv.billed, own_kv.resident)
+        passes = list(zip(wanted.trace.passes, made[0].trace.passes, strict=True))
+        layers = range(of_whole.arch.n_layers)
         found[name] = {
-            "difference": float((logits[0] - wanted).abs().max()),
+            "difference": float((made[0].logits - wanted.logits).abs().max()),
             "same_trace": all(
                 torch.equal(a.active(layer), b.active(layer)) and torch.equal(a.kv_present(layer), b.kv_present(layer))
-                for a, b in zip(trace.passes, ours_trace.passes, strict=True) for layer in range(trace.n_layers)
+                for a, b in passes for layer in layers
             ),
-            "left_out": sum(int((~a.kv_present(layer) | ~a.active(layer)).sum()) for a in trace.passes for layer in range(trace.n_layers)),
-            "flops_whole": flops.executed, "flops": ours_flops.executed, "flops_summed": flops_sum,
-            "flops_of_rank": flops_here, "counted_on_rank": counted, "signals_whole": flops.signals, "signals": ours_flops.signals,
-            "kv_whole": [kv.billed, kv.resident], "kv": [ours_kv.billed, ours_kv.resident], "kv_summed": [billed, resident],
+            "left_out": sum(int((~a.kv_present(layer) | ~a.active(layer)).sum()) for a, _ in passes for layer in layers),
+            "flops_whole": of_whole.flops.executed, "flops": run.flops.executed, "flops_summed": flops_sum,
+            "flops_of_rank": run.flops_of_rank, "counted_on_rank": counted,
+            "signals_whole": of_whole.flops.signals, "signals": run.flops.signals,
+            "kv_whole": [kv_whole.billed, kv_whole.resident], "kv": [kv.billed, kv.resident], "kv_summed": [billed, resident],
         }  # fmt: skip
     try:
         apply(cut, [AdaptiveQuantization()])

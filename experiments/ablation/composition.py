@@ -135,10 +135,8 @@ def choices(there: Mapping[str, Outcome], measured: pd.DataFrame) -> tuple[str, 
         best, why = kl[skipping].idxmin(), "each raises KL significantly; this one least"
         alike = [key for key in skipping if (change := kl_change(there[key], there["preset"])) is not None and change.low <= 0]
         if alike:
-            best, why = (
-                measured.loc[alike, "kv_bytes_saved_pct"].astype(float).idxmax(),
-                "most bytes saved at no significant rise of KL",
-            )
+            best = measured.loc[alike, "kv_bytes_saved_pct"].astype(float).idxmax()
+            why = "most bytes saved at no significant rise of KL"
         said.append(f"Chosen: {measured.at[best, 'technique']} ({why}).")
     if fusing := [key for key in there if key.startswith("fusion")]:
         said.append(f"Chosen: {measured.at[kl[fusing].idxmin(), 'technique']} (least KL).")
@@ -203,10 +201,8 @@ def all_positions_rows() -> list[Row]:
         found += panel_rows(f"{model} {text}", {"": members | (ceiling if text == TEXTS[0] else {})}, *always, own=own)
     for model, error in product(CHOSEN, ERRORS):
         always = (*ALWAYS, f"model={model}", "dataset.part=calibration", "dataset.windows=32")
-        overrides = options("channel_sparsity", error=error)
-        found.append(
-            row_of(f"calibration {model}", "", f"{error:g}", f"error {error:g}", "channel_sparsity", *always, overrides=overrides)
-        )
+        sparse = ("channel_sparsity", *options("channel_sparsity", error=error))
+        found.append(composed(f"calibration {model}", "", f"{error:g}", f"error {error:g}", [sparse], *always))
     return found
 
 

@@ -9,7 +9,6 @@ import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import pandas as pd
@@ -178,15 +177,13 @@ def _figure(outcomes: Sequence[Outcome], name: str, title: str, sentence: str) -
 def drawn(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     """A row a bar: what was measured with its interval, what the paper says, or why there is no record."""
     frame = comparison.frame(outcomes)
-    frame = frame[frame["key"] != "baseline"].copy()
-    frame["reported_delta_ppl_pct"] = (
-        100 * frame["reported_delta_ppl"].astype(float) / reported()["table3.baseline"].values["ppl"]
-    )
-    measured = [
-        [*(f"{measure}{end}" for end in ENDS if f"{measure}{end}" in frame), stated] for measure, (stated, _) in MEASURES.items()
-    ]
-    columns = ["panel", "key", "technique", "status", *chain(*measured), *(f"null_delta_ppl_pct{end}" for end in ENDS)]
-    columns += ["noise_floor_pct", "executed_flops_saved_pct", "simulated", "record", "dense_record"]
+    dense_ppl, added = reported()["table3.baseline"].values["ppl"], frame["reported_delta_ppl"].astype(float)
+    frame = frame.assign(reported_delta_ppl_pct=100 * added / dense_ppl)[frame["key"] != "baseline"]
+    columns = ["panel", "key", "technique", "status"]
+    for measure, (stated, _) in MEASURES.items():
+        columns += [*(f"{measure}{end}" for end in ENDS if f"{measure}{end}" in frame), stated]
+    columns += [*(f"null_delta_ppl_pct{end}" for end in ENDS), "noise_floor_pct", "executed_flops_saved_pct"]
+    columns += ["simulated", "record", "dense_record"]
     return frame[columns].reset_index(drop=True)
 
 

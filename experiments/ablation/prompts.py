@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -197,11 +197,9 @@ def figure_far_context(outcomes: Sequence[Outcome], name: str) -> Figure:
         "paired by window.",
         *provenance.notes(outcomes),
     )
-    shown = found[
-        ["panel", "key", "technique", "prompt_executed_flops_saved_pct", *(f"delta_ppl_pct{end}" for end in ENDS), "record"]
-    ]
+    columns = ["panel", "key", "technique", "prompt_executed_flops_saved_pct", *(f"delta_ppl_pct{end}" for end in ENDS), "record"]
     title = "Answers that stand far back, by which tokens leave a prompt"
-    return Figure(name, title, shown.reset_index(drop=True), drawing, caption, finding=_far_finding(found))
+    return Figure(name, title, found[columns].reset_index(drop=True), drawing, caption, finding=_far_finding(found))
 
 
 def _far_finding(found: pd.DataFrame) -> str:
@@ -339,6 +337,12 @@ def _found_at_depths(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["panel", "section", "key", "technique", "status", "saved", *named])
 
 
+def _panels(outcomes: Sequence[Outcome], titles: Mapping[str, str], columns: tuple[Column, ...]) -> tuple[Panel, ...]:
+    """A panel for each title, with the notes of its own records."""
+    notes = {key: provenance.notes([one for one in outcomes if one.row.panel == key]) for key in titles}
+    return tuple(Panel(key, title, columns, notes[key]) for key, title in titles.items())
+
+
 @artefact(needle_rows)
 def table_needle(outcomes: Sequence[Outcome], name: str) -> Table:
     """Table needle: a passage that stands once in the prompt, at ten depths, and is asked for at its end."""
@@ -356,10 +360,7 @@ def table_needle(outcomes: Sequence[Outcome], name: str) -> Table:
             for key, said in (("nats", "all depths"), ("none_nats", "no needle"))
         ),
     )
-    panels = tuple(
-        Panel(model, title, columns, provenance.notes([one for one in outcomes if one.row.panel == model]))
-        for model, title in NEEDLE_PANELS.items()
-    )
+    panels = _panels(outcomes, NEEDLE_PANELS, columns)
     legend = (
         f"A passage of {NEEDLE_TOKENS} tokens from another window replaces {NEEDLE_TOKENS} tokens of the prompt. The prompt ends with the passage's first {CUE_TOKENS} tokens. "
         f"The other {NEEDLE_TOKENS - CUE_TOKENS} are to follow. Needle found: share of them that is the likeliest token, given the true ones before it. It is the mean over "
@@ -539,10 +540,8 @@ def table_generation(outcomes: Sequence[Outcome], name: str) -> Table:
             for one, decimals, rank in (("repeated", 1, 0), ("distinct", 1, 3), ("nats", 2, 0))
         ),
     )
-    panels = tuple(
-        Panel(key, title, columns, provenance.notes([one for one in outcomes if one.row.panel == key]))
-        for key, title in WAYS.items()
-    )
     sizes = frame[["prompts", "prompt_tokens", "new_tokens"]].dropna().drop_duplicates().astype(int).itertuples(index=False)
     size = [f"{prompts} prompts of {prompt} tokens, {new} new tokens after each." for prompts, prompt, new in sizes]
-    return Table(name, "Generated text under modules beside the dense model's", frame, panels, (*size, *LEGEND))
+    return Table(
+        name, "Generated text under modules beside the dense model's", frame, _panels(outcomes, WAYS, columns), (*size, *LEGEND)
+    )

@@ -218,19 +218,17 @@ LEGEND = (
 
 def _table(outcomes: Sequence[Outcome], name: str, title: str, *legend: str) -> Table:
     """Reported beside measured, a panel for each protocol; `legend` stands before what both tables say."""
-    panels = tuple(
-        Panel(
-            key, heading, columns(kv=key == "continuation"), provenance.notes([one for one in outcomes if one.row.panel == key])
-        )
-        for key, heading in PANELS.items()
-    )
+    panels = []
+    for key, heading in PANELS.items():
+        notes = provenance.notes([one for one in outcomes if one.row.panel == key])
+        panels.append(Panel(key, heading, columns(kv=key == "continuation"), notes))
     wanted = "; ".join(
         f"{STRATEGIES[claim][0]} {', '.join(f'p{value:.4g}' for value in dict.fromkeys(thresholds.values()))}"
         for claim, thresholds in paper_percentiles().items()
     )
     calibrated = f"{CALIBRATED}: {wanted}. From Table 3's FLOPs with β = bits/16, and for three widths from App. O's 45% of the tokens at 2 bits."
     found = frame(outcomes)
-    return Table(name, title, found, panels, (*legend, *LEGEND, calibrated, *comparison.marks(found)))
+    return Table(name, title, found, tuple(panels), (*legend, *LEGEND, calibrated, *comparison.marks(found)))
 
 
 def columns(*, kv: bool) -> tuple[Column, ...]:

@@ -64,9 +64,8 @@ def row_of(
     return Row(panel, section, key, technique, words, tuple(modules.split(",")) if modules else ())
 
 
-Members = Mapping[
-    str, str | tuple[str, str]
-]  # key -> what is printed, and the name of its settings where the key does not say it
+# key -> what is printed, and the name of its settings where the key does not say it
+Members = Mapping[str, str | tuple[str, str]]
 
 
 def composed(panel: str, section: str, key: str, technique: str, parts: Sequence[tuple[str, ...]], *always: str) -> Row:

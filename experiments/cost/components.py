@@ -70,9 +70,8 @@ def _runs(outcomes: Sequence[Outcome]) -> tuple[dict[str, Record], dict[str, dic
     """The records of the runs, and their A/A floors, pooled."""
     there = costs.by_key(outcomes)
     records = {run: there[key] for run, key in RUNS.items() if key in there}
-    floors = {
-        run: {"record": one.fingerprint, comparison.FLOOR: costs.components(one).noise_floor_pct} for run, one in records.items()
-    }
+    own = {run: costs.components(record).noise_floor_pct for run, record in records.items()}
+    floors = {run: {"record": record.fingerprint, comparison.FLOOR: own[run]} for run, record in records.items()}
     comparison.pool_noise([*floors.values()])
     return records, floors
 
@@ -193,11 +192,9 @@ def table07_component_latency(outcomes: Sequence[Outcome], name: str) -> Table:
         "The paper measured GPT-2 774M on an A100. Its milliseconds cannot be compared with another model or machine.",
     )
     notes = (*comparison.noise_note(floors.values(), "a prompt's time"), *provenance.notes(outcomes))
-    panel, found = (
-        Panel(costs.PANEL, "One pass over a batch of prompts", tuple(columns), notes),
-        pd.DataFrame(_rows(records, floors)),
-    )
-    return Table(name, "Table 7: latency by component, reported beside measured", found, (panel,), legend)
+    panel = Panel(costs.PANEL, "One pass over a batch of prompts", tuple(columns), notes)
+    title = "Table 7: latency by component, reported beside measured"
+    return Table(name, title, pd.DataFrame(_rows(records, floors)), (panel,), legend)
 
 
 # --- by layer ---------------------------------------------------------------------------------------------------------------------
@@ -436,9 +433,7 @@ def _stages(record: Record) -> dict[str, Any]:
     policy, wall = found.decide_ratio, found.run_ratio
     if policy is None or wall is None:  # of dense inference
         return {}
-    row: dict[str, Any] = {
-        f"{ledger}_saved_pct": record.flops_saved_pct(f"prompt_{ledger}") for ledger in ("nominal", "executed")
-    }
+    row: dict[str, Any] = {f"{one}_saved_pct": record.flops_saved_pct(f"prompt_{one}") for one in ("nominal", "executed")}
     if record.simulated:
         return row | {"method": costs.SIMULATED}
     dense, run = (  # what the model's own parts take, whatever happens around them

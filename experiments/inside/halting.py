@@ -325,9 +325,8 @@ def figure21_failure_heatmaps(outcomes: Sequence[Outcome], name: str) -> Figure:
         f"{at_end['attributed_nats'].sum():+.1f}.",
         _harm(record),
     )
-    finding = (
-        f"Rank correlation of drift with error attribution: {both.statistic:+.2f}; the paper says that they overlap substantially"
-    )
+    ranked = f"Rank correlation of drift with error attribution: {both.statistic:+.2f}"
+    finding = f"{ranked}; the paper says that they overlap substantially"
     return Figure(name, "Figure 21: semantic drift and error attribution", frame, drawing, caption, finding=finding)
 
 
@@ -400,9 +399,8 @@ def figure22_function_words(outcomes: Sequence[Outcome], name: str) -> Figure:
         draw.labels_below(left, sentences.labels(sentence["token"]), sentence["slot"])
         draw.horizontal(left, n_layers, linestyle="--")
         left.text(len(sentence) - 0.5, n_layers + 0.15, "never halted", ha="right", va="bottom")
-        left.set(
-            xlabel="token", ylabel="layers gone through before halting", title="The paper's sentence", ylim=(0, 1.25 * n_layers)
-        )
+        left.set(xlabel="token", ylabel="layers gone through before halting", title="The paper's sentence")
+        left.set_ylim(0, 1.25 * n_layers)
         left.set_yticks(range(0, n_layers + 1, 4))
         left.grid(visible=False, axis="x")
         looks = {kind: {"facecolor": LOOK[kind][0], "hatch": LOOK[kind][1]} for kind in FUNCTION_OR_CONTENT}

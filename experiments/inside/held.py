@@ -245,7 +245,6 @@ def figure12_fusion_lives(outcomes: Sequence[Outcome], name: str) -> Figure:
 
 
 # --- bit-widths -----------------------------------------------------------------------------------------------------------------
-TEXT = sentences.SENTENCE
 _RUNS = sentences.runs("quantization")
 UNTOUCHED = "untouched"  # in the model's own dtype
 UNTOUCHED_BITS = 16  # as records write it, whatever the dtype is
@@ -431,8 +430,7 @@ def figure19_entropy_and_widths(outcomes: Sequence[Outcome], name: str) -> Figur
         f"In layer {last}, {100 * (deep < 1.0).mean():.0f}% of the tokens are below the paper's tau_low of 1.0 (it says more than 45%), "
         f"{100 * (deep < tau).mean():.0f}% below the calibrated {tau:.2f}.",
     )
-    upper, lower = (frame.loc[frame["layer"] == chosen[end], "dense_entropy_nats"].mean() for end in (0, -1))
-    change = f"from {upper:.2f} to {lower:.2f} nats between layers {chosen[0]} and {chosen[-1]}"
+    change = f"from {mean[first]:.2f} to {mean[last]:.2f} nats between layers {first} and {last}"
     # One row a token, `entropy_nats_L` and `bits_L` of each layer L: half the bytes of a row a token and layer.
     wide = inner.pivot(index=["text", "slot"], columns="layer", values=["dense_entropy_nats", "bits"])
     wide.columns = pd.Index([f"{name.removeprefix('dense_')}_{layer}" for name, layer in wide.columns])

@@ -64,10 +64,8 @@ def by_branch(record: Record) -> pd.DataFrame:
             merged = one.valid & (one.fused_layer < last)
             halted = one.valid & (one.halt_layer < last) & ~merged
             counts = {"tokens": one.valid, "halted": halted, "merged": merged, "full": one.valid & ~halted & ~merged}
-            counts |= {
-                "halted_layers": halted * (one.halt_layer.long() + 1),
-                "merged_layers": merged * (one.fused_layer.long() + 1),
-            }
+            counts["halted_layers"] = halted * (one.halt_layer.long() + 1)
+            counts["merged_layers"] = merged * (one.fused_layer.long() + 1)
             yield counts, window, {"part": part}
 
     return _summed(counted(), "window", "part")
@@ -252,16 +250,15 @@ DECAYING = {
     ALL_FOUR: "all four",
     "budget.attention": "halting by attention",
 }
+
+
+def _decay_of_30(record: Record) -> Estimate:
+    return Estimate.of(decay_of_prompts(record)[0], record.model.layers / 30)
+
+
+_FITTED = "fitted up to the layers that halted tokens take part in again; for each of 30 layers"
 # Fusion takes away a share that is configured, all at once; so halting alone has a row of its own.
-_ANSWER = tuple(
-    AnsweredBy(
-        PANEL,
-        key,
-        of_record=lambda record: Estimate.of(decay_of_prompts(record)[0], record.model.layers / 30),
-        note=f"{DECAYING[key]}, fitted up to the layers that halted tokens take part in again; for each of 30 layers",
-    )
-    for key in (HALTING, ALL_FOUR)
-)
+_ANSWER = tuple(AnsweredBy(PANEL, key, of_record=_decay_of_30, note=f"{DECAYING[key]}, {_FITTED}") for key in (HALTING, ALL_FOUR))
 
 
 @artefact(_of_table_11(*DECAYING), (TRACE,), {"k.decay.decay_per_layer": _ANSWER})

@@ -32,10 +32,8 @@ from ..ablation.techniques import options
 TREEBANK = ("dataset=gum",)  # unless a person names another
 PAPER_DEPTHS = {12: 0.4, 15: 0.5, 20: 2 / 3}  # layer of the paper's 30 -> fraction of the depth
 # What a page that shows a run word by word needs.
-WORD_BY_WORD = (
-    TRACE,
-    *(f"{WORDS}:{column}" for column in ("window", "slot", "word", "class", "sentence", "joint_label", "joint_words")),
-)
+_OF_WORDS = ("window", "slot", "word", "class", "sentence", "joint_label", "joint_words")
+WORD_BY_WORD = (TRACE, *(f"{WORDS}:{column}" for column in _OF_WORDS))
 HALTING, FUSION = "halting", "fusion"
 MAIN = "drift_entropy"  # the paper's rule, with thresholds of this model
 
@@ -51,18 +49,11 @@ _HALTING: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
 
 def halting(*keys: str) -> list[Row]:
     """Those of the ways to halt, or all of them."""
-    return [
-        Row(
-            HALTING,
-            "",
-            key,
-            technique,
-            (f"protocol={protocol}", f"modules=[{module}]", *more, "measure=words"),
-            defaults=TREEBANK,
-        )
-        for key, (technique, protocol, module, more) in _HALTING.items()
-        if not keys or key in keys
-    ]
+    found = []
+    for key, (technique, protocol, module, more) in _HALTING.items():
+        words = (f"protocol={protocol}", f"modules=[{module}]", *more, "measure=words")
+        found.append(Row(HALTING, "", key, technique, words, defaults=TREEBANK))
+    return [row for row in found if not keys or row.key in keys]
 
 
 def fusion() -> list[Row]:
@@ -196,17 +187,17 @@ LEGEND = (
     "left out: of the joined neighbours, those inside one word, and those of two sentences or beside white space: neither can be inside or outside "
     "of a constituent.",
 )
-_SIGNED = ">+.1f"  # a zero, too
+SIGNED = ">+.1f"  # a zero, too
 _COLUMNS = (
     Column("", "", "{technique}", align="left"),
     Column("the paper", "fused", "{reported_pct:,.1f}"),
     Column("the paper", "random", "{reported_random_pct:,.1f}"),
     Column("measured", "fused", with_ends("precision_pct")),
     Column("measured", "random", "{random_pct:,.1f}"),
-    Column("measured", "beyond random", with_ends("beyond_random", _SIGNED)),
-    Column("measured", "beyond the same tags", with_ends("beyond_tags", _SIGNED)),
+    Column("measured", "beyond random", with_ends("beyond_random", SIGNED)),
+    Column("measured", "beyond the same tags", with_ends("beyond_tags", SIGNED)),
     Column("all joined pairs", "inside", "{grouped_pct:,.1f}", expendable=2),
-    Column("all joined pairs", "beyond as far apart", with_ends("beyond_apart", _SIGNED), expendable=2),
+    Column("all joined pairs", "beyond as far apart", with_ends("beyond_apart", SIGNED), expendable=2),
     Column("", "pairs", "{eligible:,.0f}", expendable=1),
     Column("left out, %", "within a word", "{within_word_pct:,.1f}", expendable=3),
     Column("left out, %", "elsewhere", "{elsewhere_pct:,.1f}", expendable=3),

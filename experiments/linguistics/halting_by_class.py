@@ -189,7 +189,6 @@ COLUMNS = [
     *("tokens", "words", "sentences", *(f"{null}{end}" for null in NULLS for end in (*ENDS, "_expected"))),
     *(*(f"{step}_explained" for step in _STEPS), "class_adds", "class_alone", "record"),
 ]
-_SIGNED = ">+.1f"  # a zero, too
 _RATES = (
     Column("", "class", "{class}", align="left"),
     Column("the paper", "halted", "{reported_pct:,.1f}"),
@@ -202,7 +201,7 @@ _RATES = (
 )
 _BEYOND = (
     *(Column("", "class", "{class}", align="left"), Column("", "halted", "{halted_pct:,.1f}")),
-    *(Column("points beyond", said, with_ends(null, _SIGNED), expendable=i) for i, (null, said) in enumerate(NULLS.items())),
+    *(Column("points beyond", said, with_ends(null, runs.SIGNED), expendable=i) for i, (null, said) in enumerate(NULLS.items())),
 )
 _MODEL = (
     Column("", "rule", "{class}", align="left"),
@@ -416,9 +415,8 @@ def _entropy(axis: Axes, found: WordSignalsResult) -> Iterator[pd.DataFrame]:
 
 def _attention(axis: Axes, found: WordSignalsResult) -> Iterator[pd.DataFrame]:
     halted = found.attention
-    axis.set(
-        title=f"Attention to tokens halted by layer {halted.layer if halted else '-'}", xlabel="layer", ylabel="share or ratio"
-    )
+    title = f"Attention to tokens halted by layer {halted.layer if halted else '-'}"
+    axis.set(title=title, xlabel="layer", ylabel="share or ratio")
     if halted is None:
         return
     drawn = {"share of all attention": halted.mass_share, "÷ what others get at the same place": halted.against_position}

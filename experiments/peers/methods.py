@@ -134,9 +134,8 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     columns = ["prompt_time_ratio", *(f"token_ratio{end}" for end in ENDS), "token_noise_pct", "same_first_tokens"]
     found = found.join(pd.DataFrame(more, index=found.index, columns=columns))
     each = one_by_one(processes)
-    ratios = pd.DataFrame(
-        [[_prompt_ratio(outcome, those) for those in each] for outcome in outcomes], index=found.index, dtype=float
-    )
+    of_each_process = [[_prompt_ratio(outcome, those) for those in each] for outcome in outcomes]
+    ratios = pd.DataFrame(of_each_process, index=found.index, dtype=float)
     quantised = ratios[found["key"] == QUANTISED]
     found["versus_int8"] = ratios.div(quantised.iloc[0]).median(axis=1) if len(quantised) else float("nan")
     speedup, noise = found["prompt_speedup_pct"], found["prompt_noise_floor_pct"]
@@ -216,9 +215,8 @@ def findings(rows: pd.DataFrame) -> tuple[str, ...]:
     for _, ours in measured[measured["section"] == OURS].iterrows():
         gain, loss = (peers[column] - ours[column] for column in ("judged_speedup_pct", "judged_loss_pct"))
         beats = peers[(gain >= 0) & (loss <= 0) & ((gain > 0) | (loss < 0))]
-        others = "; ".join(
-            f"{row['technique']}, {' '.join(named(row))}" for _, row in beats.iterrows() if row["section"] != DENSE
-        )
+        theirs = (row for _, row in beats.iterrows() if row["section"] != DENSE)
+        others = "; ".join(f"{row['technique']}, {' '.join(named(row))}" for row in theirs)
         verdict = f"beaten by {others or 'dense inference itself'}"
         if beats.empty:
             verdict = "beaten by no method of others: none is as fast for no more loss"
@@ -289,13 +287,9 @@ def _both(of: Callable[..., Estimate | None], versus: Callable[..., str], agains
     """Of the prompt, and of decoded tokens: the paper times those. Its own mechanisms, not our best: that is what its figure shows."""
     found = []
     for decoded, when in ((False, "the prompt"), (True, "tokens generated one by one")):
-        asked: dict[str, Any] = {
-            "of": partial(of, decoded=decoded),
-            "versus": partial(versus, decoded=decoded),
-            "own_time": decoded,
-        }
+        ours, theirs = partial(of, decoded=decoded), partial(versus, decoded=decoded)
         note = f"halting, KV skipping and fusion, as 3.1 has it; {when}, {against}"
-        found.append(AnsweredBy(PANEL, THREE, **asked, note=note))
+        found.append(AnsweredBy(PANEL, THREE, of=ours, versus=theirs, own_time=decoded, note=note))
     return tuple(found)
 
 
@@ -310,7 +304,6 @@ ANSWERS = {
 )
 def figure08_15_peers(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Figures 8 and 15: inference time against existing acceleration methods, over that of quantization, and what that time costs."""
-
     sections = (OURS, WORK, CACHE, FORMAT, DENSE, PAPER)  # ours stand out
     colours = dict(zip(sections, (PALETTE[1], PALETTE[3], PALETTE[5], PALETTE[6], GREY, PALETTE[0]), strict=True))
     hatches = dict(zip(sections, HATCHES, strict=False))

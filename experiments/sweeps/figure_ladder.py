@@ -18,7 +18,7 @@ from quicksilver.records.record import Record
 from quicksilver.records.stats import Interval, bootstrap, mean
 from quicksilver.report import comparison, sweeps
 from quicksilver.report.artefacts import Outcome, Row
-from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, legend_below, letters, panels, style
+from quicksilver.report.figure import GREY, Figure, legend_below, letters, panels, style
 from quicksilver.report.table import ENDS, signed
 from quicksilver.runtime.errors import ConfigError
 
@@ -109,9 +109,8 @@ def measured(outcomes: Sequence[Outcome]) -> pd.DataFrame:
         known: dict[str, Any] = {"trained_tokens": trained_tokens(row.panel)}
         if record is not None:
             known |= {"parameters": record.model.parameters, "layers": record.model.layers}
-            signals = [
-                one for one in outcomes if one.row.panel == row.panel and one.row.key in SIGNALS and one.record is not None
-            ]
+            mine = (one for one in outcomes if one.row.panel == row.panel and one.record is not None)
+            signals = [one for one in mine if one.row.key in SIGNALS]
             signals.sort(key=lambda one: float(_kl(one.record).mean()))  # least KL first
             others = signals if row.key == PREDICTED else signals[1:] if outcome in signals[:1] else []
             if others:
@@ -229,12 +228,9 @@ def _draw(plot: Any, points: pd.DataFrame, cost: str, *, by_size: bool) -> None:
         mine = points[points["key"] == key].sort_values("parameters")
         if len(mine):
             x = mine["panel"].map(where) * _APART ** (place - len(TECHNIQUES) // 2)
-            look: dict[str, Any] = {
-                "color": PALETTE[place],
-                "marker": MARKERS[place],
-                "linestyle": DASHES[place] if by_size else "",
-            }
-            draw.intervals(plot, x, mine, cost, times=_COSTS[cost][0], label=title, elinewidth=0.7, capsize=1.5, **look)
+            look = draw.look(place, label=title, elinewidth=0.7, capsize=1.5)
+            look |= {} if by_size else {"linestyle": ""}
+            draw.intervals(plot, x, mine, cost, times=_COSTS[cost][0], **look)
     plot.set_xscale("log", base=2)
     described = []  # `ladder-gpt2-1m`, below it its size, depth and training, in short lines
     for model in sizes.to_dict("records"):
@@ -343,10 +339,8 @@ def _best(outcomes: Sequence[Outcome], frame: pd.DataFrame) -> str:
         for key in rows.index.intersection(list(SIGNALS)):
             said = f"{model}: {_named_in_text(key)} ({_named_in_text(rows.loc[key, 'beside'])} {apart[key]})"
             parts.append(said + (f"; against predicting {apart[PREDICTED]}" if PREDICTED in apart else ""))
-    least = (
-        "Least KL × 100 of what drops tokens (the next best is worse by, paired by window; the best is dearer than predicting by)"
-    )
-    return f"{least}: {'. '.join(parts)}." if parts else ""
+    meant = "the next best is worse by, paired by window; the best is dearer than predicting by"
+    return f"Least KL × 100 of what drops tokens ({meant}): {'. '.join(parts)}." if parts else ""
 
 
 def _millions(count: float) -> str:

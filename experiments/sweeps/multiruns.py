@@ -43,13 +43,8 @@ class FromTheLast(Sweep):
 
 
 CONSTANTS = {name: (f"modules=[halting_{name.replace('-', '_')}]",) for name in ("paper-b2", "paper-g2", "paper-fig9")}
-KV_SKIPPING = Sweep(
-    "c3_kv_skipping",
-    "C.3: percentiles of the attention that halted tokens get; calibrating part",
-    KV_BYTES,
-    ALONE,
-    "halting alone",
-)
+_C3 = "C.3: percentiles of the attention that halted tokens get; calibrating part"
+KV_SKIPPING = Sweep("c3_kv_skipping", _C3, KV_BYTES, ALONE, "halting alone")
 CALIBRATIONS = (
     Sweep("b2_halting", "B.2: percentiles of drift and entropy around the 25th; calibrating part", beside=CONSTANTS),
     Sweep("faq_tau_drift", "FAQ: τ in [0.9, 1.1] as threshold of the absolute drift, which alone decides; test part"),

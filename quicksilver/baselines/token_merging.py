@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
-from quicksilver.modules.checks import active_first, by_place, layer_after, own_columns, share_of
+from quicksilver.modules.checks import Ends, active_first, layer_after, own_columns, share_of
 from quicksilver.modules.signals import lowest
 from quicksilver.runtime import Architecture, LayerView, TokenPolicy, TokenState
 from quicksilver.runtime.options import Count, Share, between
@@ -63,7 +63,7 @@ class TokenMerging(TokenPolicy):
     def decide(self, view: LayerView, tokens: TokenState) -> None:
         steps = view.layer - self.first_layer
         k = share_of(view.n_tokens, self.r * (steps + 1)) - share_of(view.n_tokens, self.r * steps)  # (B, 1)
-        free = tokens.active & ~by_place(view, self.protect_first, self.protect_last)
+        free = tokens.active & ~Ends(self.protect_first, self.protect_last).mask(view)
         metric = view.keys.mean(1) if self.metric == "keys" else view.after  # (B, M, d)
         into = match(metric.float(), free, k)
         view.add_signal_flops(into.numel() * into.shape[1] // 2 * metric.shape[-1])  # half the tokens with the other half

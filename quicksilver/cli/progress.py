@@ -125,10 +125,8 @@ def watched(steps: Sequence[Planned]) -> Iterator[Callable[[Progress], None]]:
         line = f"This needs {len(steps)} run{'s' * (len(steps) != 1)}: {there} {'was' if there == 1 else 'were'} made before, "
         line += f"{len(missing)} must be made."
         if reused:
-            line += (
-                f" {reused} of these take{'s' * (reused == 1)} the repository's quality after some windows are measured again;"
-            )
-            line += " records=own measures all."
+            takes = f"{reused} of these take{'s' * (reused == 1)} the repository's quality"
+            line += f" {takes} after some windows are measured again; records=own measures all."
         log(line)
     announced, started = set[int](), time.monotonic()
     with progress_bar() as bar:

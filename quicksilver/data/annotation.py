@@ -91,11 +91,8 @@ def check_tags(tagset: str, tags: Sequence[str], places: Sequence[str]) -> None:
 
 
 def classes(annotation: Annotation, reading: Reading = "ours") -> np.ndarray:
-    """The class of every word, (M,) str.
-
-    `ours`: an auxiliary is what the treebank calls AUX, so that lexical verbs in the present tense are content words. `paper`: by the
-    Penn tag alone, where MD, VBZ and VBP are "auxiliary verbs".
-    """
+    """The class of every word, (M,) str. `ours`: an auxiliary is what the treebank calls AUX, so that lexical verbs in the present
+    tense are content words. `paper`: by the Penn tag alone, where MD, VBZ and VBP are "auxiliary verbs"."""
     entries = table()[annotation.tagset].items()
     by_tag = {tag: entry if isinstance(entry, str) else entry[reading == "paper"] for tag, entry in entries}
     found = np.array([by_tag[tag] for tag in annotation.tag], dtype=object)
@@ -120,9 +117,7 @@ FUNCTION_OR_CONTENT = ("function", "content", "other")
 
 def word_classes(tokens: Sequence[str]) -> list[str]:
     """The class of the word that each token is a part of: `function`, `content`, or `other` (no letters: digits, marks, white space).
-
-    A token that begins with a space, or follows one that is no letter, begins a word.
-    """
+    A token that begins with a space, or follows one that is no letter, begins a word."""
     within = [before[-1:].isalpha() and token[:1].isalpha() for before, token in pairwise(["", *tokens])]
     classes: list[str] = []
     for start, end in pairwise([*(i for i, inside in enumerate(within) if not inside), len(tokens)]):

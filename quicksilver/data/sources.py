@@ -58,11 +58,8 @@ def from_hub(
     streaming: bool = False,
 ) -> tuple[bytes, str]:
     """Content that `make` draws from the rows of a split, and its source for the record. Raises ConfigError: a hub that cannot be
-    reached. `offline` is what a person without a network may give, `what` stands in messages behind the dataset's name.
-
-    `kept` is a file of its kind in the folder that keeps what was fetched; its stem is replaced by a digest of `wanted`. None:
-    not kept.
-    """
+    reached. `offline` is what a person without a network may give, `what` stands in messages behind the dataset's name. `kept` is
+    a file in the folder that keeps what was fetched, its stem to be replaced by a digest of `wanted`; None: not kept."""
     hub = config.hub
     source = f"hub:{hub.id}/{hub.config or 'default'}@{hub.revision or 'main'}:{split}"
     if kept is not None:

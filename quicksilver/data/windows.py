@@ -32,10 +32,9 @@ def token_byte_lengths(tokenizer: Any) -> torch.Tensor:
     """Bytes of UTF-8 text behind every token: (V,) long, V = largest token id + 1.
 
     Summed over the tokens of a text they give the text's own length, as the tokenizer normalises it. One byte more where a
-    sentencepiece tokenizer puts its dummy space before the first word: that token is never scored.
-
-    Special tokens count 0: a tokenizer inserts them. Only the unknown token counts what it spells, because a tokenizer that
-    can write every byte makes it from nothing else (WikiText is full of a literal `<unk>`).
+    sentencepiece tokenizer puts its dummy space before the first word: that token is never scored. Special tokens count 0: a
+    tokenizer inserts them. Only the unknown token counts what it spells, because a tokenizer that can write every byte makes it
+    from nothing else (WikiText is full of a literal `<unk>`).
 
     `tokenizer` is of Hugging Face with a `tokenizers` backend, or that backend; byte-level BPE (GPT-2, Pythia, Qwen, Llama 3) or
     sentencepiece with byte fallback (Llama 2, Mistral). Raises ConfigError: it loses bytes, and bits per byte would be a guess.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from quicksilver.fitting.fit import RIDGE, FitText, Sums, entering, fit_translators
-from quicksilver.fitting.schedules import first_that_saves
+from quicksilver.fitting.schedules import first_that_saves, layers_work
 from quicksilver.measure.latency import shared_weight_copy
 from quicksilver.modules.calibration import Fitted
 from quicksilver.modules.fitted import EMBEDDED, BoundTranslator, Translator, check_weights, model_digest
@@ -290,12 +290,11 @@ def _exit_heads(
 
 def share_that_saves(arch: Architecture, before: int, save: float, n_tokens: int) -> float | None:
     """The least share of tokens that must leave before a layer to save so much of a scored window; None: not even all."""
-    head, dense, later = head_flops(arch, n_tokens).executed, LayerWork(1, n_tokens, None), arch.n_layers - 1 - before
-    whole = arch.n_layers * dense.flops(arch) + head
+    head = head_flops(arch, n_tokens).executed
+    whole = arch.n_layers * LayerWork(1, n_tokens, None).flops(arch) + head
     for leaving in range(n_tokens + 1):
-        stays, keys = n_tokens - leaving, n_tokens if leaving else None
-        translated = 2 * arch.kv_params_per_layer * leaving * later
-        work = [dense] * before + [LayerWork(1, stays, keys, leaving, translated)] + [LayerWork(1, stays, keys)] * later
+        active = [n_tokens] * before + [n_tokens - leaving] * (arch.n_layers - before)
+        work = layers_work(arch, active, {before: leaving})
         exit_head = 2 * (1 + arch.width) * arch.width * leaving
         if sum(one.flops(arch) for one in work) + head + exit_head <= whole * (1 - save):
             return leaving / n_tokens

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -38,6 +39,7 @@ KV = tuple[torch.Tensor, torch.Tensor]
 Gate = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor | None]
 
 
+@dataclass
 class KeepMask:
     """What is left of each token, layer by layer.
 
@@ -48,12 +50,11 @@ class KeepMask:
         kept: (B, N) by layer: m entering the layer.
     """
 
-    def __init__(self) -> None:
-        self.current: torch.Tensor | None = None
-        self.seen: torch.Tensor | None = None
-        self.in_attention: torch.Tensor | None = None
-        self.predicted: list[tuple[torch.Tensor, KV]] = []
-        self.kept: list[torch.Tensor | None] = []
+    current: torch.Tensor | None = None
+    seen: torch.Tensor | None = None
+    in_attention: torch.Tensor | None = None
+    predicted: list[tuple[torch.Tensor, KV]] = field(default_factory=list)
+    kept: list[torch.Tensor | None] = field(default_factory=list)
 
 
 _MASK: ContextVar[KeepMask | None] = ContextVar("keep_mask", default=None)  # of the forward under way

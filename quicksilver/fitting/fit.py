@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from quicksilver.data.windows import encode
 from quicksilver.files import write_atomically
 from quicksilver.fitting.training import TrainingFile
 from quicksilver.measure.memory import peak_memory
+from quicksilver.modules.calibration import Progress
 from quicksilver.modules.fitted import Lens, ModelShape, Translator, model_digest
 from quicksilver.modules.linear_mlp import MLPMaps, Neurons
 from quicksilver.runtime.architecture import Architecture
@@ -57,6 +58,10 @@ class FitText:
     def digest(self) -> str:
         """sha256 of the ids."""
         return hashlib.sha256(self.ids.cpu().contiguous().numpy().astype("<i8").tobytes()).hexdigest()
+
+    def said(self, ridge: float) -> dict[str, Any]:
+        """What a map that is fitted on it says of itself."""
+        return {"text": self.provenance, "text_digest": self.digest, "ridge": ridge, "tokens": self.ids.numel()}
 
 
 def fit_text(
@@ -162,7 +167,6 @@ def entering(architecture: Architecture, meet: Callable[[int, torch.Tensor], Non
 
 
 SAVED_EVERY_S = 20.0
-Progress = Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]]
 
 
 def check_source_layers(architecture: Architecture, layers: Sequence[int]) -> None:
@@ -213,13 +217,7 @@ def fit_translators(
             file.save(windows=done, sums={layer: [one.xx, one.xy] for layer, one in sums.items()})
             saved_s = time.monotonic()
     tokens = text.ids.numel()
-    said: dict[str, Any] = {
-        "text": text.provenance,
-        "text_digest": text.digest,
-        "ridge": ridge,
-        "tokens": tokens,
-        "control": control,
-    }
+    said = text.said(ridge) | {"control": control}
     shape, found = ModelShape.of(arch), {}
     for layer, one in sums.items():
         weight = one.solution(tokens, ridge, f"entering layer {layer}")
@@ -326,8 +324,8 @@ def fit_mlp_maps(
 
     passed(stand_in)
     weight = torch.stack([solved(layer).float() for layer in asked])
-    said = {"text": text.provenance, "text_digest": text.digest, "ridge": ridge, "tokens": tokens}
-    return MLPMaps(tuple(asked), weight, ModelShape.of(arch), model_digest(arch.model), said, tuple(kept.values()))
+    facts = ModelShape.of(arch), model_digest(arch.model), text.said(ridge)
+    return MLPMaps(tuple(asked), weight, *facts, tuple(kept.values()))
 
 
 def _resumed(file: TrainingFile, sums: Mapping[int, Sums]) -> int:

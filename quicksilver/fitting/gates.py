@@ -1,16 +1,14 @@
 """Train the gates of learned halting on a frozen language model: KL to the dense model after a prompt, at a budget (docs/learned-halting.md).
 
-Gates alone are trained, by Adam, through the equivalent forward: prompt and continuation in one pass, in which tokens of the prompt halt and
-tokens after it do not. The loss is KL(dense ‖ halted) of the continuation plus λ Σ p / N over the prompt's tokens and all gates. Two things
-follow the share of the prompt's executed FLOPs that shall be saved: λ, slowly, and one number on the biases of the gates that drop, at every step
-(λ alone overshot: gates answer it ten steps late). At the end that number is chosen once more, on text of the other half, for each of three: the
-gates at the start, at the end, and their mean over the second half of the steps. The one with least KL on that text is kept.
+Adam trains the gates alone, through the equivalent forward: in one pass tokens of the prompt halt and those after it do not. The loss is
+KL(dense ‖ halted) of what follows plus λ Σ p / N over the prompt and all gates. λ follows the budget slowly; a number on the biases of the gates
+that drop follows it at every step (λ alone overshot: gates answer it ten steps late). `choose` sets that number anew, on other text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +16,7 @@ import torch
 from torch import nn
 
 from quicksilver.fitting.equivalent import equivalent_forward
-from quicksilver.fitting.schedules import KLToDense, drawn_order, kl_nats, work_saved_pct
+from quicksilver.fitting.schedules import KLToDense, drawn_order, kl_nats, layers_work, work_saved_pct
 from quicksilver.fitting.training import Steps, TrainingFile, descend, warm_cosine
 from quicksilver.modules.fitted import EMBEDDED, BoundTranslator, model_digest, translator_for
 from quicksilver.modules.learned_halting import PLACE_FEATURES, LearnedHalting, TrainedGates, gate_logits
@@ -179,14 +177,12 @@ class TrainedGatesRun:
     """What a training leaves.
 
     Attributes:
-        gates: at the end.
         candidates: `start`, `averaged` (mean over the second half of the steps) and `end`.
         curve: one entry a step: kl_nats, saved_pct, strength, left_after_LAYER.
     """
 
-    gates: HaltingGates
-    candidates: dict[str, TrainedGates] = field(default_factory=dict)
-    curve: list[dict[str, float]] = field(default_factory=list)
+    candidates: dict[str, TrainedGates]
+    curve: list[dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -222,15 +218,10 @@ def saved_pct(architecture: Architecture, kept: Sequence[torch.Tensor], predicte
         predicted: by the layer of a gate that predicts: (B, P), 1 where a token halts there.
     """
     rows, n = kept[0].shape
-    work = []
+    work: list[LayerWork] = []
     for row in range(rows):
-        stopped = 0
-        for layer, m in enumerate(kept):
-            active = int(m[row].sum())
-            newly = int(predicted[layer - 1][row].sum()) if layer - 1 in predicted else 0
-            stopped += newly
-            later = 2 * architecture.kv_params_per_layer * newly * (architecture.n_layers - 1 - layer)
-            work.append(LayerWork(1, active, active + stopped if stopped else None, newly, later))
+        active = [int(m[row].sum()) for m in kept]
+        work += layers_work(architecture, active, {layer + 1: int(stopped[row].sum()) for layer, stopped in predicted.items()})
     return work_saved_pct(architecture, work, n, rows)
 
 
@@ -276,7 +267,7 @@ def train_gates(
         for name, p in architecture.model.named_parameters():
             p.requires_grad_(was[name])
     last = {"start": trainer.start, "averaged": trainer.averaged, "end": gates.state_dict()}
-    return TrainedGatesRun(gates, {name: trainer.made(parts) for name, parts in last.items()}, trainer.curve)
+    return TrainedGatesRun({name: trainer.made(parts) for name, parts in last.items()}, trainer.curve)
 
 
 class _Trainer:
@@ -389,34 +380,21 @@ class _Trainer:
 # -- at the budget, on other text ----------------------------------------------------------------------------------------------------
 
 
-def at_budget(
-    architecture: Architecture, gates: TrainedGates, ids: torch.Tensor, recipe: GateRecipe, *, tries: int = 7
-) -> tuple[TrainedGates, float]:
-    """Gates with one number added to the biases of those that drop, so that prompts of `ids` (W, N) meet the budget; and what
-    they save. Raises ConfigError: no such number between −6 and 6 comes within 2% of the budget."""
-    best = _nearest(architecture, gates, ids, recipe, tries)
-    if abs(best[1] - recipe.saves_pct) > 2:
-        raise ConfigError(f"These gates save {best[1]:.1f}% at the nearest, not {recipe.saves_pct:g}%: train for more steps.")
-    return best
-
-
 def choose(
-    architecture: Architecture, candidates: Mapping[str, TrainedGates], ids: torch.Tensor, recipe: GateRecipe, *, tries: int = 7
+    architecture: Architecture, candidates: Mapping[str, TrainedGates], ids: torch.Tensor, recipe: GateRecipe
 ) -> ChosenGates:
-    """The candidate with least KL to the dense model on ids (W, N), each at the budget; a third of the windows says what that
-    takes. Raises ConfigError: the budget is met by none."""
+    """The candidate with least KL to the dense model on ids (W, N), each with one number added to the biases of the gates that drop.
+
+    A third of the windows says which number meets the budget. Raises ConfigError: with no candidate one between −6 and 6 comes within 2% of it.
+    """
     found: dict[str, tuple[TrainedGates, float, float]] = {}
-    refused: list[ConfigError] = []
-    judge = KLToDense(architecture, ids, recipe.prompt_tokens, 1, torch.float32)
+    judge, saved = KLToDense(architecture, ids, recipe.prompt_tokens, 1, torch.float32), 0.0
     for name, gates in candidates.items():
-        try:
-            made, saved = at_budget(architecture, gates, ids[::3], recipe, tries=tries)
-        except ConfigError as error:
-            refused.append(error)
-            continue
-        found[name] = made, saved, float(judge.of(recipe.halting(made)).mean())
+        made, saved = _nearest(architecture, gates, ids[::3], recipe, 7)
+        if abs(saved - recipe.saves_pct) <= 2:
+            found[name] = made, saved, float(judge.of(recipe.halting(made)).mean())
     if not found:
-        raise refused[-1]
+        raise ConfigError(f"These gates save {saved:.1f}% at the nearest, not {recipe.saves_pct:g}%: train for more steps.")
     best = min(found, key=lambda name: found[name][2])
     gates, saved, kl = found[best]
     shift = float((gates.bias - candidates[best].bias)[int(recipe.steered.argmax())])

@@ -6,7 +6,7 @@ reach the share and leave whole tiles of tokens; of these, least KL to dense on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from quicksilver.fitting.training import Steps, descend, warm_cosine
 from quicksilver.modules.fitted import EMBEDDED, BoundTranslator, Translator
-from quicksilver.modules.linear_mlp import LinearMLP, MLPMaps
+from quicksilver.modules.linear_mlp import LinearMLP, MLPMaps, map_flops
 from quicksilver.modules.staged_halting import Schedule
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
@@ -45,6 +45,22 @@ def work_saved_pct(architecture: Architecture, work: Iterable[LayerWork], n_toke
     return 100 * (1 - (sum(one.flops(architecture) for one in work) + head) / (dense + head))
 
 
+def layers_work(architecture: Architecture, active: Sequence[int], predicted: Mapping[int, int]) -> list[LayerWork]:
+    """What each layer does of a prompt.
+
+    Args:
+        active: tokens that go through each layer.
+        predicted: by layer, how many stop before it whose K/V are predicted from there on.
+    """
+    work, stopped = [], 0
+    for layer, tokens in enumerate(active):
+        newly = predicted.get(layer, 0)
+        stopped += newly
+        later = 2 * architecture.kv_params_per_layer * newly * (architecture.n_layers - 1 - layer)
+        work.append(LayerWork(1, tokens, tokens + stopped if stopped else None, newly, later))
+    return work
+
+
 def saved_pct(architecture: Architecture, schedule: Schedule, prompt_tokens: int, n_neurons: int = 0) -> float:
     """Percent of a prompt's executed FLOPs that a schedule saves, its projections, predictions and the output head included.
 
@@ -52,21 +68,13 @@ def saved_pct(architecture: Architecture, schedule: Schedule, prompt_tokens: int
         n_neurons: that stay in each linear MLP.
     """
     n_layers, source = architecture.n_layers, schedule.predict_before
-    protected, dropped = schedule.protected(prompt_tokens), schedule.dropped(prompt_tokens)
-    stopped = prompt_tokens - dropped - protected
-    products = 1 + len(architecture.mlp_readers(0)[0])  # of a neuron: those that read, one that writes
-    of_map = 2 * architecture.width * (architecture.width + products * n_neurons)
-    maps = of_map * (prompt_tokens - dropped)  # of all tokens: to leave out the protected would take longer
-    predicting = 2 * architecture.kv_params_per_layer * stopped * (n_layers - 1 - source)
-    work = [LayerWork(1, prompt_tokens, None)] * schedule.drop_before
-    work += [LayerWork(1, prompt_tokens - dropped, None)] * (source - schedule.drop_before)
+    protected, left = schedule.protected(prompt_tokens), prompt_tokens - schedule.dropped(prompt_tokens)
+    active = [prompt_tokens] * schedule.drop_before + [left] * (source - schedule.drop_before) + [protected] * (n_layers - source)
+    work = layers_work(architecture, active, {source: left - protected})
+    of_map = map_flops(architecture.width, n_neurons, len(architecture.mlp_readers(0)[0]))
     for layer in schedule.linear_mlp:
-        # A token that is dropped early still goes through a layer before that.
-        more = dropped * (layer < schedule.drop_before)
-        there = {"mapped": stopped + more, "map_flops": maps + of_map * more}
-        work[layer] = replace(work[layer], **there)
-    work += [LayerWork(1, protected, protected + stopped, stopped, predicting)]
-    work += [LayerWork(1, protected, protected + stopped)] * (n_layers - 1 - source)
+        # All tokens that are there: to leave out the protected would take longer.
+        work[layer] = replace(work[layer], mapped=active[layer] - protected, map_flops=of_map * active[layer])
     return work_saved_pct(architecture, work, prompt_tokens)
 
 
@@ -162,10 +170,9 @@ def fewest_linear_mlps(
     """The schedule that drops no token and saves the share `save` with the fewest linear MLPs, taken as they come in `order`, before the
     source layer, one at least. None where all of them save less."""
     usable = [layer for layer in order if layer < source_layer]
-    counts = range(1, len(usable) + 1)
     schedules = (
         Schedule(1, 0.0, source_layer, linear_mlp=tuple(sorted(usable[:n])), **_protects(protect_last, prompt_tokens))
-        for n in counts
+        for n in range(1, len(usable) + 1)
     )
     return first_that_saves(architecture, schedules, save, prompt_tokens, n_neurons)
 

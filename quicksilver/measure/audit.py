@@ -88,15 +88,8 @@ def audit(
     """Replace the tokens after a few positions by random others: no logit up to there may move, decisions included.
 
     Under `continuation` the probes lie after the prompt: inside it foresight is allowed. The first batch of windows is audited.
-    Arguments are as for `score`.
-
-    Args:
-        seed: of the probe positions and of the replacing tokens.
-        n_probes: positions to probe, fewer where a window has not as many.
-
-    Raises:
-        ConfigError: as `score`.
-        QuickSilverError: logits that are not finite.
+    Arguments and errors are those of `score`; `seed` decides the `n_probes` positions, fewer where a window has not as many, and
+    the replacing tokens.
     """
     import torch
 

@@ -138,15 +138,9 @@ class Bench:
 def run_measurements(
     bench: Bench, measurements: Mapping[str, Measurement], report: Report = lambda phase, share: None
 ) -> dict[str, Result]:
-    """Run each pass by its name in the config, in their order; what is timed is never also traced or counted.
-
-    Args:
-        report: called with a name and the share of all of them that is done.
-
-    Raises:
-        ConfigError: what does not fit model or protocol.
-        QuickSilverError: logits that are not finite.
-    """
+    """Run each pass by its name in the config, in their order; what is timed is never also traced or counted. `report` is called
+    with a name and the share of all of them that is done. Raises ConfigError: what does not fit model or protocol;
+    QuickSilverError: logits that are not finite."""
     total = sum(one.share for one in measurements.values())
     before, results = 0.0, {}
     for name, measurement in measurements.items():

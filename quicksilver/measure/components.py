@@ -56,10 +56,7 @@ Section = tuple[str, int | None]  # component, and layer (None: outside the laye
 
 class SectionClock:
     """Marks at the borders of nested sections: the time between two marks belongs to the innermost section open between them.
-
-    Args:
-        device: a CUDA device is marked by its own events, everything else by `time.perf_counter`.
-    """
+    A CUDA device is marked by its own events, everything else by `time.perf_counter`."""
 
     def __init__(self, device: str | torch.device) -> None:
         self._on_gpu = str(device).startswith("cuda")
@@ -197,14 +194,8 @@ def component_latency(
     *,
     besides: Mapping[str, Step] | None = None,
 ) -> tuple[dict[str, BreakdownResult], Alternation]:
-    """Take each subject's pass apart, in turns with its untouched self; `besides` are timed in the same rounds, whole.
-
-    Returns:
-        Breakdowns by subject, and the times of everything that was not taken apart: subjects under their names, and `besides`.
-
-    Raises:
-        ConfigError: fewer than 3 repeats.
-    """
+    """Take each subject's pass apart, in turns with its untouched self; `besides` are timed in the same rounds, whole. Gives
+    breakdowns by subject, and the times of all that was not taken apart, by name. Raises ConfigError: fewer than 3 repeats."""
     clocks: dict[str, list[SectionClock]] = {name: [] for name in subjects}
 
     def take_apart(name: str, subject: Subject) -> None:

@@ -102,8 +102,9 @@ class LensesResult(Result):
     no_tuned_because: str | None = None
 
     def line(self) -> str:
-        best = {one.lens: max(self.readings, key=lambda it: it.correlation * (it.lens == one.lens)) for one in self.readings}
-        said = (f"{name} r {one.correlation:.2f} after layer {one.layer}" for name, one in best.items())
+        best = {one.lens: one for one in sorted(self.readings, key=lambda one: one.correlation)}
+        names = [name for name in (LOGIT_LENS, TUNED) if name in best]
+        said = (f"{name} r {best[name].correlation:.2f} after layer {best[name].layer}" for name in names)
         return f"entropy against the end: {', '.join(said)}"
 
 

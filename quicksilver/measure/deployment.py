@@ -66,14 +66,8 @@ class Served:
 
 
 def serve(model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int, options: Mapping[str, Any] | None = None) -> Served:
-    """Decode exactly `new_tokens` tokens greedily after `prompt` (1, N).
-
-    Args:
-        options: further arguments of `generate`, such as `{"prompt_lookup_num_tokens": 3}`.
-
-    Raises:
-        ConfigError: more than one row, or fewer than two new tokens: then there is no time per token.
-    """
+    """Decode exactly `new_tokens` tokens greedily after `prompt` (1, N). `options` are further arguments of `generate`, such as
+    `{"prompt_lookup_num_tokens": 3}`. Raises ConfigError: more than one row, or fewer than two new tokens."""
     import torch
 
     if prompt.ndim != 2 or prompt.shape[0] != 1:

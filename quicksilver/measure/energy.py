@@ -46,12 +46,9 @@ ESTIMATES = {
 class CodeCarbonMeter:
     """codecarbon's offline tracker: every energy counter of this machine, or its estimate for the processor where there is none.
 
-    Args:
-        country_iso_code: three letters; decides the emissions of electricity. None: the world average that codecarbon has.
-
     Attributes:
         method: where the joules come from, in words; `measured` is False where they are an estimate without any counter.
-        grid_kg_per_kwh: emissions of electricity.
+        grid_kg_per_kwh: emissions of electricity in `country_iso_code`, three letters; None: the world average of codecarbon.
 
     Raises:
         ConfigError: codecarbon is not installed, or knows no such country.
@@ -176,10 +173,7 @@ def energy(
     works: Mapping[str, Callable[[], object]], tokens_per_call: int, meter: CodeCarbonMeter, *, window_s: float, rounds: int
 ) -> tuple[dict[str, TokenEnergy], dict[str, Any]]:
     """Measure `works` and rest in turns: rest, A, B, rest, A, B … Each work processes `tokens_per_call` tokens and is repeated
-    until its window is full; `window_s` and `rounds` are options of `Energy`.
-
-    Gives energy by name, and how it was measured: method, whether there was a counter, grid factor, watts at rest.
-    """
+    until its window is full; `window_s` and `rounds` are options of `Energy`. Gives energy by name, and how it was measured."""
     load = os.getloadavg()[0]
     for work in works.values():
         work()  # one-time allocations do not count

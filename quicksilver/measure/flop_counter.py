@@ -25,10 +25,8 @@ _FUSED = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "
 
 
 def attention_pairs(queries: int, keys: int, causal: bool) -> int:
-    """Query-key pairs an attention kernel visits in one head.
-
-    A causal kernel lets query i see keys 0..i (torch aligns the triangle at the top left), N(N+1)/2 for N queries and N keys.
-    """
+    """Query-key pairs that an attention kernel visits in one head. A causal one lets query i see keys 0..i: torch aligns the
+    triangle at the top left."""
     if not causal:
         return queries * keys
     square = min(queries, keys)
@@ -101,11 +99,7 @@ def count_by_operator(fn: Callable[[], object]) -> dict[str, int]:
 
 
 def count_executed(fn: Callable[[], object]) -> int:
-    """Run `fn` once and return the floating-point operations it executed (2 per multiply-accumulate).
-
-    Args:
-        fn: a callable without arguments, for instance `lambda: model(input_ids)` inside `quicksilver.apply`.
-
-    Causal attention of N queries over N keys counts N(N+1)/2 pairs, any other N·K pairs, masked or not: the kernel visits them.
-    """
+    """Run `fn` once, such as `lambda: model(input_ids)` inside `quicksilver.apply`, and return the floating-point operations it
+    executed (2 per multiply-accumulate). Causal attention of N queries over N keys counts N(N+1)/2 pairs, any other N·K pairs,
+    masked or not: the kernel visits them."""
     return sum(count_by_operator(fn).values())

@@ -66,12 +66,9 @@ def look_inside(
 ) -> Inside:
     """Signals of the text `ids` (N,) long; with `decision_layers`, the attention of a run is known behind these layers only.
 
-    The components are those of the dense states of all layers, without the first token: its state is an attention sink, tens of times
-    longer than all others in many models, and would be the only thing that the components show.
-
-    Raises:
-        ConfigError: fewer than 2 tokens, more than the model's context takes, a module that does not fit the model, or one that cuts
-            the prompt.
+    The components are those of the dense states of all layers, without the first token: its state is an attention sink, in many
+    models tens of times longer than all others. Raises ConfigError: fewer than 2 tokens, more than the model's context takes, a
+    module that does not fit the model, or one that cuts the prompt.
     """
     context = getattr(model.config, "max_position_embeddings", None) or len(ids)
     if not 2 <= len(ids) <= context:
@@ -127,10 +124,8 @@ class _Watch(TokenPolicy):
 @torch.no_grad()
 def observed(bench: Bench, windows: int, width: int, look: Look, *, attention: bool = False) -> dict[str, torch.Tensor]:
     """What `look` says of the first `windows` windows in the dense model, each as a prompt of `width` tokens: from a view to
-    arrays (B, …) by name, the same names and shapes in every layer. `attention`: it asks for attention received.
-
-    Gives by name (L', W, …) on the CPU, L' the layers that are asked: all but the last, which nothing is decided after.
-    """
+    arrays (B, …) by name, alike in every layer. `attention`: it asks for attention received. Gives by name (L', W, …) on the CPU,
+    L' the layers that are asked: all but the last, which nothing is decided after."""
     batches: list[dict[str, torch.Tensor]] = []  # (L', B, …)
     model = shared_weight_copy(bench.model)
     for batch in bench.windows.ids[:windows, :width].split(bench.protocol.batch_size):
@@ -167,7 +162,7 @@ def _observe(
     states = torch.stack([state[0].detach().float().to(logits.device) for state in captured])
     received = states.new_full(states.shape[:2], torch.nan)
     for row in range(1, arch.n_layers + 1):
-        states[row] = states[row, _carriers(trace, row).to(states.device)]
+        states[row] = states[row, carriers(trace, row)[0].to(states.device)]
         if row - 1 in watch.seen:
             columns, values = watch.seen[row - 1].values()
             received[row, columns.to(states.device)] = values.to(states.device)
@@ -196,12 +191,12 @@ def _captured(arch: Architecture) -> Iterator[list[torch.Tensor]]:
         yield states
 
 
-def _carriers(trace: PassTrace, row: int) -> torch.Tensor:
-    """(N,) long: the column that carries each token after layer `row`, counted from 1."""
-    columns = torch.arange(trace.valid.shape[1])
+def carriers(trace: PassTrace, layer: int) -> torch.Tensor:
+    """(B, N) long, on the CPU: the column that carries each token after `layer`, counted from 1; 0: before the first."""
+    columns = torch.arange(trace.valid.shape[1]).expand(trace.valid.shape)
     for fusion in trace.fusions:
-        if fusion.layer < row:
-            columns = fusion.into[0][columns]
+        if fusion.layer < layer:
+            columns = fusion.into.cpu().gather(1, columns)
     return columns
 
 
@@ -261,10 +256,10 @@ def _decisions(trace: PassTrace) -> dict[str, torch.Tensor]:
     """Who takes part in each layer, at which width, carried by whom; row 0 is before anything was decided."""
     trace = trace.row(0)
     layers = range(trace.n_layers)
-    columns = torch.arange(trace.valid.shape[1])
+    undecided = torch.full_like(trace.valid[0], 16, dtype=torch.long)
     return {
         "active": torch.stack([trace.valid[0], *(trace.active(layer)[0] for layer in layers)]),
         "kv": torch.stack([trace.valid[0], *(trace.kv_present(layer)[0] for layer in layers)]),
-        "bits": torch.stack([torch.full_like(columns, 16), *(trace.bits(layer)[0] for layer in layers)]),
-        "carrier": torch.stack([columns, *(_carriers(trace, layer) for layer in layers)]),
+        "bits": torch.stack([undecided, *(trace.bits(layer)[0] for layer in layers)]),
+        "carrier": torch.stack([carriers(trace, 0)[0], *(carriers(trace, layer)[0] for layer in layers)]),
     }

@@ -181,10 +181,9 @@ def shared_weight_copy(model: PreTrainedModel) -> PreTrainedModel:
 def alternate(
     fns: Mapping[str, Step], warmup: int = 2, repeats: int = 5, device: str | torch.device = "cpu", *, control: bool = True
 ) -> Alternation:
-    """Time callables in turns: A B A B …, after `warmup` untimed rounds.
+    """Time callables in turns: A B A B …, in the mapping's order; each call is one sample.
 
     Args:
-        fns: callables by name; each call is one sample. They run in the mapping's order in every round.
         warmup: rounds that are run and thrown away (first-touch memory, kernel selection).
         repeats: timed rounds, at least 3.
         device: a CUDA device is timed by its own events, everything else by `time.perf_counter`.
@@ -207,11 +206,10 @@ def alternate_steps(
     control: bool = True,
     clock: Callable[[], float] | None = None,
 ) -> list[Alternation]:
-    """As `alternate`, of work in steps that follow one another, such as a prompt and what is decoded after it: the steps of each,
-    equally many. `clock` gives seconds where the device has no events of its own; None: `time.perf_counter`.
+    """As `alternate`, of work in equally many steps that follow one another, such as a prompt and what is decoded after it.
+    `clock` gives seconds where the device has no events of its own; None: `time.perf_counter`.
 
-    Gives one alternation for each step: the time from the first step's beginning to the end of that step. The last is of all of
-    them.
+    Gives one alternation for each step: from the first step's beginning to the end of that step.
     """
     import torch
 

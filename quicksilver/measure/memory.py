@@ -80,10 +80,7 @@ def _peak_by_sampling(fn: Callable[[], object], resident: Callable[[], int]) -> 
 
 
 def peak_memory(fn: Callable[[], object], device: str | torch.device = "cpu") -> PeakMemory:
-    """Run `fn` once and report the peak memory while it ran; a CUDA device adds the allocator's peak on it.
-
-    Run it once before for a peak without one-time allocations.
-    """
+    """The peak while `fn` runs once; a CUDA device adds its allocator's. Run it before for a peak without one-time allocations."""
     import psutil
     import torch
 
@@ -146,10 +143,7 @@ def peak_tensor_bytes(fn: Callable[[], object]) -> int:
 
 
 def paper_kv_delta_bytes(trace: Trace, arch: Architecture, element_bytes: int) -> list[int]:
-    """ΔM of App. J by layer: N_halted · d_kv · h · 2 values of `element_bytes`: what the paper's formula says is saved.
-
-    A token that is halted or fused in a layer counts.
-    """
+    """ΔM of App. J by layer: N_halted · d_kv · h · 2 values of `element_bytes`. A token that is halted or fused in a layer counts."""
     a_token = 2 * arch.n_kv_heads * arch.head_dim * element_bytes
     return [a_token * sum(int((p.valid & ~p.active(layer)).sum()) for p in trace.passes) for layer in range(trace.n_layers)]
 

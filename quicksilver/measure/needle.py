@@ -1,7 +1,7 @@
 """Is what stands once in a prompt still found, wherever it stands?
 
 A passage of another window takes the place of tokens of the prompt, at one depth after another. The prompt ends with the passage's first tokens; the
-rest is to follow. It is the needle in a haystack (Kamradt 2023) as a repetition, so that a model that was not taught to answer can be asked.
+rest is to follow. It is the needle in a haystack (Kamradt 2023) for models that were not taught to answer.
 """
 
 from __future__ import annotations

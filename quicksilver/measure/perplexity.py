@@ -9,8 +9,7 @@ Two protocols (docs/design.md §3):
 
 Negative log-likelihoods are in nats, summed in float64, and divided once, at the end.
 
-A perplexity may fall while predictions drift apart. KL to the dense model and top-1 agreement may not: they are taken position by position on
-the same tokens, so that they pair by window as perplexity does.
+A perplexity may fall while predictions drift apart; KL to the dense model and top-1 agreement, position by position, show it.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Protocol(Options):
     """Which positions of a window are scored, and how the model gets there.
 
     Args:
-        window_tokens: length of a window. Windows are disjoint: there is no stride.
+        window_tokens: length of a window. Windows are disjoint.
         prompt_tokens: length of the prompt under `continuation`; has no effect under `all`.
         batch_size: windows per forward pass.
 
@@ -91,12 +90,8 @@ class Protocol(Options):
 
 
 def check_allowed(modules: Sequence[RuntimeModule], protocol: Protocol, names: Sequence[str] = ()) -> None:
-    """Refuse modules that look ahead where every position is scored (docs/design.md §3). `names` is what they are called; none:
-    by their classes.
-
-    Raises:
-        ConfigError: a module that is neither causal nor marked `lookahead`, under `all`.
-    """
+    """Raises ConfigError under `all`: a module that is neither causal nor marked `lookahead` (docs/design.md §3). `names` is what
+    they are called; none: by their classes."""
     if protocol.name != "all":
         return
     called = names or [type(module).__name__ for module in modules]
@@ -173,12 +168,8 @@ def keep_nothing(blocks: Sequence[range], compute: Compute) -> Iterable[Block]:
 
 
 def check_windows(model: PreTrainedModel, windows: torch.Tensor, protocol: Protocol) -> None:
-    """Refuse windows that the protocol or the model cannot take.
-
-    Raises:
-        ConfigError: windows that are not (W, protocol.window_tokens) whole numbers, no window at all, a window longer than
-            the model's context, a token id outside its vocabulary, a model in training mode.
-    """
+    """Raises ConfigError: windows that are not (W, protocol.window_tokens) whole numbers, no window at all, a window longer than
+    the model's context, a token id outside its vocabulary, a model in training mode."""
     size = protocol.window_tokens
     if windows.ndim != 2 or windows.shape[1] != size or windows.dtype != torch.long:
         given = f"windows of shape {tuple(windows.shape)} and type {windows.dtype}"
@@ -196,11 +187,8 @@ def check_windows(model: PreTrainedModel, windows: torch.Tensor, protocol: Proto
 
 
 def scored_logits(model: PreTrainedModel, batch: torch.Tensor, protocol: Protocol) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The forward calls of one batch of windows (B, N), one at a time.
-
-    Yields:
-        logits (B, S, V) and the tokens they are scored on, (B, S), call by call. The caller may look at the ledgers between two.
-    """
+    """The forward calls of one batch of windows (B, N): logits (B, S, V) of each, and the tokens they are scored on, (B, S). The
+    caller may look at the ledgers between two."""
     if protocol.name == "all":
         yield model(batch, use_cache=False).logits[:, :-1], batch[:, 1:]
         return
@@ -377,11 +365,8 @@ def check_finite(finite: torch.Tensor, first_window: int, protocol: Protocol, mo
 
 
 def divergence(dense: torch.Tensor, run: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """KL(dense‖run) and agreement of the likeliest token, of (B, S, V) logits of the same positions.
-
-    Returns:
-        Nats, (B, S) float64, and whether both have their greatest logit at the same token, (B, S) bool.
-    """
+    """Of logits (B, S, V) of the same positions: KL(dense‖run) in nats, (B, S) float64, and whether both have their greatest logit
+    at the same token, (B, S) bool."""
 
     def compute(dense: torch.Tensor, run: torch.Tensor) -> tuple[torch.Tensor, ...]:
         log_p, log_q = dense.float().log_softmax(-1), run.float().log_softmax(-1)
@@ -393,11 +378,8 @@ def divergence(dense: torch.Tensor, run: torch.Tensor) -> tuple[torch.Tensor, ..
 
 
 class DenseLogits:
-    """The dense model's logits of batches of windows, computed once where they fit into `kept_bytes`.
-
-    Args:
-        model: the model of the run, whose weights it shares; not under `apply` yet.
-    """
+    """The dense model's logits of batches of windows, computed once where they fit into `kept_bytes`. `model` is that of the run,
+    whose weights are shared; not under `apply` yet."""
 
     def __init__(self, model: PreTrainedModel, protocol: Protocol, kept_bytes: int | None = None) -> None:
         self._model, self._protocol = shared_weight_copy(model), protocol

@@ -491,17 +491,14 @@ def _distance(view: LayerView, tokens: TokenState) -> dict[str, torch.Tensor]:
 
 def _groups(trace: Any) -> list[tuple[int, np.ndarray, np.ndarray]]:
     """Of every layer (from 0) that a prompt was fused after: carriers (W, P) of all tokens before and after it."""
+    from quicksilver.measure.inside import carriers
+
+    def carried(by: int) -> np.ndarray:
+        return np.concatenate([carriers(one, by).numpy() for one in prompts])
+
     prompts = [one for one in trace.passes if one.first_column == 0]
-    carriers = [np.indices(one.valid.shape)[1] for one in prompts]
-    found = []
-    for layer in sorted({fusion.layer for one in prompts for fusion in one.fusions}):
-        before = np.concatenate(carriers)
-        for i, one in enumerate(prompts):
-            for fusion in one.fusions:
-                if fusion.layer == layer:
-                    carriers[i] = np.take_along_axis(fusion.into.cpu().numpy(), carriers[i], axis=1)
-        found.append((layer, before, np.concatenate(carriers)))
-    return found
+    layers = sorted({fusion.layer for one in prompts for fusion in one.fusions})
+    return [(layer, carried(layer), carried(layer + 1)) for layer in layers]
 
 
 def _joined(pairs: pd.DataFrame, before: np.ndarray, after: np.ndarray) -> np.ndarray:

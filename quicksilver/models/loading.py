@@ -286,8 +286,7 @@ def load(config: ModelConfig, files: ModelFiles) -> Loaded:
             "makes them there, in hours."
         )
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    _check_device(config)
-    placement = cut(files.folder, config.parallel) if config.parallel else _placement(config, files.folder)
+    placement = _placement(config, files.folder)
     with _quiet():
         # Any exception: a damaged folder makes transformers stumble wherever it happens to (TypeError, ZeroDivisionError, …).
         try:
@@ -360,7 +359,14 @@ def _loaded_wrongly(info: Mapping[str, Any], folder: Path) -> Iterator[str]:
             yield f"{wrong} is stored as {stored[wrong]}, and only {', '.join(_FLOATS)} are read"
 
 
-def _check_device(config: ModelConfig) -> None:
+def check_fits(config: ModelConfig, folder: Path) -> int:
+    """Refuse, before anything is loaded, a model that this machine does not hold, or whose parts its processes cannot share.
+    Returns the bytes of its weights; 0 where it is cut, or where damaged files do not say.
+
+    Raises:
+        ConfigError: a device that is not there, more weights than memory (`auto`: and disk) hold.
+        UnsupportedModelError: see `parallel.cut`.
+    """
     import torch
 
     if config.device_map.startswith("cuda"):
@@ -369,23 +375,9 @@ def _check_device(config: ModelConfig) -> None:
         if asked >= there:
             has = f"{there} CUDA devices, counted from 0" if there else "no CUDA device"
             raise ConfigError(f"model.device_map={config.device_map}: this machine has {has}. Use model.device_map=cpu or auto.")
-
-
-def check_fits(config: ModelConfig, folder: Path) -> None:
-    """Refuse, before anything is loaded, a model that this machine does not hold, or whose parts its processes cannot share.
-    Raises ConfigError: a device that is not there, more weights than memory and disk hold. Raises UnsupportedModelError: see
-    `parallel.cut`."""
-    _check_device(config)
     if config.parallel:
         cut(folder, config.parallel)
-    else:
-        _needed_bytes(config, folder)
-
-
-def _needed_bytes(config: ModelConfig, folder: Path) -> int:
-    """Of the weights, 0 where damaged files do not say; raises ConfigError where the machine's memory (`auto`: or its disk) holds fewer."""
-    import torch
-
+        return 0
     try:
         needed = memory_check.weights_bytes(folder, getattr(torch, config.dtype).itemsize)
     except Exception:
@@ -396,10 +388,12 @@ def _needed_bytes(config: ModelConfig, folder: Path) -> int:
 
 
 def _placement(config: ModelConfig, folder: Path) -> dict[str, Any]:
-    """Where the weights go, as arguments of `from_pretrained`. Raises ConfigError: they fit nowhere."""
+    """Where the weights go, as arguments of `from_pretrained`. Raises as `check_fits`."""
     import torch
 
-    needed = _needed_bytes(config, folder)
+    needed = check_fits(config, folder)
+    if config.parallel:
+        return cut(folder, config.parallel)
     if config.device_map != "auto":
         return {"device_map": config.device_map}
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

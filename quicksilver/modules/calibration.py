@@ -177,7 +177,7 @@ def is_percentile(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and _PERCENTILE.fullmatch(value) is not None
 
 
-def check_thresholds(name: str, value: float | Sequence[float] | str, low: float = 0.0, high: float = math.inf) -> None:
+def check_thresholds(name: str, value: float | Sequence[float] | str, high: float = math.inf) -> None:
     """What can be said of thresholds before the model is known; raises ConfigError."""
     if is_percentile(value):
         if float(value[1:]) > 100:
@@ -186,12 +186,12 @@ def check_thresholds(name: str, value: float | Sequence[float] | str, low: float
         if not value:
             raise ConfigError(f"{name}=[] names no threshold: give a number, or a list with one number per layer.")
         for layer, v in enumerate(value):
-            check_number(f"{name}[{layer}]", v, low, high)
+            check_number(f"{name}[{layer}]", v, 0.0, high)
     elif isinstance(value, str | bytes):
         wanted = "give one, a list with one per layer, or a percentile such as 'p25'"
         raise ConfigError(f"{name}={value!r} is not a number; {wanted}.")
     else:
-        check_number(name, value, low, high)
+        check_number(name, value, 0.0, high)
 
 
 # One for all layers, one per layer, or a calibrated percentile such as "p25".

@@ -16,6 +16,7 @@ from quicksilver.modules.calibration import Fitted
 from quicksilver.modules.fitted import check_weights, model_digest
 from quicksilver.modules.kernels import exchange
 from quicksilver.runtime import Architecture, ConfigError, Transform, architecture_of
+from quicksilver.runtime.architecture import linears_of
 from quicksilver.runtime.options import Share
 from quicksilver.runtime.quantized import kernels
 
@@ -146,7 +147,7 @@ class _Energies:
 # -- another orthonormal basis of the residual stream: the same function with other channels ---------------------------------------
 def linear_maps(architecture: Architecture) -> list[nn.Module]:
     """The linear maps of all decoder layers, and the output head."""
-    return [*kernels.linears_of(architecture.layers), architecture.output_head]
+    return [*linears_of(architecture.layers), architecture.output_head]
 
 
 def weight_of(linear: nn.Module) -> torch.Tensor:

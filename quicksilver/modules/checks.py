@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -58,36 +59,38 @@ def check_mask(name: str, mask: object) -> None:
 TokenMask = Annotated[torch.Tensor | None, check_mask]
 
 
-def by_place(view: LayerView, first: int, last: int, at_most: float = 1.0) -> torch.Tensor:
-    """The first `first` tokens of a sequence (attention sinks) and the last of its prompt, `last` or the share `at_most`: (B, M) bool.
-
-    Only a prompt has a known end: outside of one nothing is last.
-    """
-    chosen = view.slots < first
-    if not last or not view.is_prompt:
-        return chosen
-    return chosen | (view.slots >= view.n_tokens - last_tokens(view.n_tokens, last, at_most))
-
-
 def share_of(n_tokens: torch.Tensor, share: float) -> torch.Tensor:
     """`share` of n_tokens (B, 1) long, rounded half up: (B, 1) long. Of the row's own length: batch mates do not count."""
     return (n_tokens.double() * share + 0.5).floor().long()
 
 
-def last_tokens(n_tokens: torch.Tensor, last: int, at_most: float = 1.0) -> torch.Tensor:
-    """`last`, or the share `at_most` of n_tokens (B, 1) long where that is less, one at least: (B, 1) long."""
-    return (n_tokens if at_most == 1 else share_of(n_tokens, at_most)).clamp(min=1).clamp(max=last)
+@dataclass(frozen=True)
+class Ends:
+    """The `first` tokens of a sequence (attention sinks), and the last of its prompt: `last`, or the share `at_most` where that is less,
+    one at least."""
+
+    first: int = 0
+    last: int = 0
+    at_most: float = 1.0
+
+    def n_last(self, n_tokens: torch.Tensor) -> torch.Tensor:
+        """How many are last of n_tokens (B, 1) long: (B, 1) long."""
+        return (n_tokens if self.at_most == 1 else share_of(n_tokens, self.at_most)).clamp(min=1).clamp(max=self.last)
+
+    def count(self, n_tokens: int) -> int:
+        """How many of `n_tokens` these are."""
+        return self.first + int(self.n_last(torch.tensor([[n_tokens]])))
+
+    def mask(self, view: LayerView) -> torch.Tensor:
+        """Which these are: (B, M) bool. Only a prompt has a known end: outside of one nothing is last."""
+        chosen = view.slots < self.first
+        if not self.last or not view.is_prompt:
+            return chosen
+        return chosen | (view.slots >= view.n_tokens - self.n_last(view.n_tokens))
 
 
-def protected(n_tokens: int, first: int, last: int, at_most: float) -> int:
-    """How many of `n_tokens` are among the `first` or the last, of which there are `last` or the share `at_most`."""
-    return first + int(last_tokens(torch.tensor([[n_tokens]]), last, at_most))
-
-
-def marked(
-    view: LayerView, name: str, ids: Sequence[int], mask: torch.Tensor | None, first: int = 0, last: int = 0, at_most: float = 1.0
-) -> torch.Tensor:
-    """What the options `NAME_ids` and `NAME_mask` select, beside tokens `by_place`: (B, M) bool.
+def marked(view: LayerView, name: str, ids: Sequence[int], mask: torch.Tensor | None, ends: Ends) -> torch.Tensor:
+    """What the options `NAME_ids` and `NAME_mask` select, beside the `ends`: (B, M) bool.
 
     Args:
         mask: by slot, (S,) bool for every row, or (B, S); slots from S on are not marked.
@@ -95,7 +98,7 @@ def marked(
     Raises:
         ConfigError: ids on a model that was given embeddings, a mask with another number of rows than the batch.
     """
-    chosen = by_place(view, first, last, at_most)
+    chosen = ends.mask(view)
     if ids:
         if view.input_ids is None:
             selects = f"{name}_ids={list(ids)} selects by token id"

@@ -1,8 +1,6 @@
-"""What is fitted to one model and kept in a file: the base of all kinds, and the two that are linear maps.
+"""What is fitted to one model and kept in a file: `FittedFile`, the base of all kinds, which reads, checks and refuses; `Translator` and `Lens`.
 
-`FittedFile` reads, checks and refuses: a format, the model's digest, provenance, and tensors or numbers. A kind is a dataclass that derives
-from it: fields of type `torch.Tensor` are the tensors, all others go into the header. Here: `Translator` (K/V of later layers) and `Lens`.
-Elsewhere: `calibration.Calibration`, `learned_halting.TrainedGates`, `staged_halting.Schedules`.
+A kind is a dataclass: fields of type `torch.Tensor` are the tensors, all others go into the header.
 """
 
 from __future__ import annotations
@@ -231,7 +229,7 @@ class Translator(FittedFile):
     """
 
     source_layer: int
-    weight: torch.Tensor
+    weight: torch.Tensor = field(repr=False)  # an option that may be a path or this is tried as either, and a refusal prints it
     shape: ModelShape
     weights_digest: str
     provenance: dict[str, Any] = field(default_factory=dict)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds, is_percentile
-from quicksilver.modules.checks import TokenMask, active_first, check_known_ids, layer_to_act, marked, own_columns, share_of
+from quicksilver.modules.checks import Ends, TokenMask, active_first, check_known_ids, layer_to_act, marked, own_columns, share_of
 from quicksilver.modules.signals import Random, Signal, lowest, pooled, slot_draw, without_observers
 from quicksilver.runtime import Architecture, CacheView, ConfigError, LayerView, MergePolicy, TokenPolicy, TokenState
 from quicksilver.runtime.options import Count, Odd, Positive, Share, TokenIds, at_least, between, check_token_ids, is_list
@@ -381,7 +381,7 @@ class TokenFusion(TokenPolicy, MergePolicy, Calibrated):
 
     def exempt(self, view: LayerView) -> torch.Tensor:
         """(B, M) bool: never fused."""
-        exempt = marked(view, "exempt", self.exempt_ids, self.exempt_mask, self.protect_first, self.protect_last)
+        exempt = marked(view, "exempt", self.exempt_ids, self.exempt_mask, Ends(self.protect_first, self.protect_last))
         if not self.anchors and self._counts is None:
             return exempt
         if view.input_ids is None or view.pass_ids is None:

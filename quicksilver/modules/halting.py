@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import torch
 
 from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds, is_percentile
-from quicksilver.modules.checks import TokenMask, check_known_ids, layer_after, marked, share_of
+from quicksilver.modules.checks import Ends, TokenMask, check_known_ids, layer_after, marked, share_of
 from quicksilver.modules.fitted import EMBEDDED, BoundTranslator, translator_for
 from quicksilver.modules.signals import Drift, Entropy, Position, Signal, SignalSpec, lowest, make_signal
 from quicksilver.runtime import Architecture, ConfigError, KVTranslator, LayerView, TokenPolicy, apply, architecture_of
@@ -123,18 +123,19 @@ class HaltingPolicy(TokenPolicy):
         return self.first_layer <= layer <= self.last_layer
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
-        full = marked(view, "full", self.full_ids, self.full_mask, *self.protected_at(view.layer))
+        protected = self.protected_at(view.layer)
+        full = marked(view, "full", self.full_ids, self.full_mask, protected)
         how: dict[str, Any] = {"missing_kv": self.missing_kv_at(view.layer), "resume_layers": self.resume_layers}
         how["translator"] = self._translators.get(view.layer)
         if self.forced_ids or self.forced_mask is not None:
-            tokens.halt(tokens.active & ~full & marked(view, "forced", self.forced_ids, self.forced_mask), **how)
+            tokens.halt(tokens.active & ~full & marked(view, "forced", self.forced_ids, self.forced_mask, Ends()), **how)
         chosen = self.choose(view, tokens, tokens.active & ~full)
-        oldest_from = self.protected_at(view.layer)[0] if self.halts_oldest(view.layer) else None
+        oldest_from = protected.first if self.halts_oldest(view.layer) else None
         tokens.halt(chosen, count_per_row=self._count_per_row(view, tokens), oldest_from=oldest_from, **how)
 
-    def protected_at(self, layer: int) -> tuple[int, int, float]:
-        """How many first and how many last tokens do not halt after `layer`, and which share the last are at most."""
-        return self.protect_first, self.protected_last, 1.0
+    def protected_at(self, layer: int) -> Ends:
+        """The tokens that do not halt after `layer`."""
+        return Ends(self.protect_first, self.protected_last)
 
     def missing_kv_at(self, layer: int) -> str:
         """What later layers see of tokens that halt after `layer`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from quicksilver.runtime import Architecture, Transform
+from quicksilver.runtime.architecture import linears_of
 from quicksilver.runtime.block_attention import attention_in_blocks
 from quicksilver.runtime.errors import KernelError
 from quicksilver.runtime.module import NumberFormat
@@ -23,7 +25,6 @@ from quicksilver.runtime.quantized.kernels import (
     Kind,
     Product,
     choose,
-    linears_of,
     machine,
     rows_class,
     weight_of,
@@ -152,7 +153,7 @@ class FastestLinear(Transform, ChoosesKernels):
 
     def _by_rows(self, linear: nn.Module, pick: Callable[[torch.Tensor, int], str]) -> Product:
         """The kernel that the number of rows asks for, prepared when first asked for."""
-        by_name: dict[str, Product] = {}
+        prepared = cache(lambda name: KERNELS[name].prepare(linear))
         by_rows: dict[int, Product] = {}
 
         def product(rows: torch.Tensor) -> torch.Tensor:
@@ -160,10 +161,8 @@ class FastestLinear(Transform, ChoosesKernels):
             if found is None:
                 weight = weight_of(linear)
                 name = pick(weight, len(rows))
-                if name not in by_name:
-                    by_name[name] = KERNELS[name].prepare(linear)
                 self._ran[f"{name} for {Kind.of(weight, len(rows))}"] = None
-                found = by_rows[rows_class(len(rows))] = by_name[name]
+                found = by_rows[rows_class(len(rows))] = prepared(name)
             return found(rows)
 
         return product

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds, check_thresholds, halted_key
-from quicksilver.modules.checks import TokenMask, check_known_ids, layer_to_act, marked, share_of
+from quicksilver.modules.checks import Ends, TokenMask, check_known_ids, layer_to_act, marked, share_of
 from quicksilver.modules.signals import AttentionReceived, Signal, lowest
 from quicksilver.runtime import Architecture, ConfigError, LayerView, TokenPolicy, TokenState
 from quicksilver.runtime.options import Count, Positive, Share, TokenIds
@@ -89,7 +89,8 @@ class KVSkipping(TokenPolicy, Calibrated):
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
         eligible = tokens.active if self.criterion == "attention" else tokens.newly_halted
-        eligible = eligible & ~marked(view, "keep", self.keep_ids, self.keep_mask, self.protect_first, self.protect_last)
+        ends = Ends(self.protect_first, self.protect_last)
+        eligible = eligible & ~marked(view, "keep", self.keep_ids, self.keep_mask, ends)
         if self.criterion != "halted":
             received = self._attention(view, tokens, eligible)
             if self.criterion == "attention" and self.skipped_share is not None:

@@ -1,20 +1,19 @@
 """Linear maps in the place of MLPs: for most tokens of a prompt, the MLP of some layers is one fitted matrix (docs/predicted-kv.md).
 
-All tokens keep their attention, and so whatever a later token looks up stays where it was. Of a layer's products an MLP is two thirds, its map a
-twenty-fourth (GPT-2). Some of its neurons may stay, those that a linear map of the input explains least. After Liu et al. 2024
-(arXiv 2405.12250: transformers are nearly linear from layer to layer), but by layer and by token.
+All tokens keep their attention, so what a later token looks up stays where it was. Of a layer's products an MLP is two thirds, its map a
+twenty-fourth (GPT-2). After Liu et al. 2024 (arXiv 2405.12250: transformers are nearly linear from layer to layer), but by layer and by token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from quicksilver.modules.checks import by_place, protected
+from quicksilver.modules.checks import Ends
 from quicksilver.modules.fitted import EMBEDDED, FittedFile, ModelShape
 from quicksilver.runtime import Architecture, ConfigError, LayerView, TokenPolicy, TokenState
 from quicksilver.runtime.options import Count, Share
@@ -38,7 +37,7 @@ class MLPMaps(FittedFile):
     """
 
     layers: tuple[int, ...]
-    weight: torch.Tensor
+    weight: torch.Tensor = field(repr=False)
     shape: ModelShape
     weights_digest: str
     provenance: dict[str, Any] = field(default_factory=dict)
@@ -72,11 +71,12 @@ class MLPMaps(FittedFile):
         if missing := sorted(set(layers) - set(self.layers)):
             there = ", ".join(map(str, self.layers))
             raise ConfigError(f"layers={list(layers)}: no map stands in for the MLP of layer {missing[0]}. There are: {there}.")
-        return {layer: self._of_layer(layer, self.layers.index(layer), architecture) for layer in layers}
-
-    def _of_layer(self, layer: int, place: int, architecture: Architecture) -> LinearMap:
-        weight = self.weight[place].to(next(architecture.layers[0].parameters()))
-        return LinearMap(weight, Neurons.of(architecture, layer, self.neurons[place]) if self.neurons else None)
+        found, like = {}, next(architecture.layers[0].parameters())
+        for layer in layers:
+            place = self.layers.index(layer)
+            neurons = Neurons.of(architecture, layer, self.neurons[place]) if self.neurons else None
+            found[layer] = LinearMap(self.weight[place].to(like), neurons)
+        return found
 
 
 @dataclass(frozen=True)
@@ -105,16 +105,22 @@ class Neurons:
         weight = torch.cat([weight[at] for weight, _ in readers]).T.contiguous()
         return cls(weight, torch.cat([bias.detach()[at] for bias in biases]), activation, len(readers) == 2)
 
-    def activations(self, products: torch.Tensor) -> torch.Tensor:
-        """Of what they read: (T, G·H) -> (T, H)."""
+    def to(self, like: torch.Tensor) -> Neurons:
+        """The same in another dtype or on another device."""
+        return replace(self, weight=self.weight.to(like), bias=self.bias.to(like))
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """(T, D) -> (T, H)."""
+        products = torch.addmm(self.bias, states, self.weight)
         if not self.gated:
             return self.activation(products)
         gate, up = products.chunk(2, dim=-1)
         return self.activation(gate) * up
 
-    def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """(T, D) -> (T, H)."""
-        return self.activations(torch.addmm(self.bias, states, self.weight))
+
+def map_flops(width: int, n_neurons: int, n_readers: int) -> int:
+    """Of a map for one token: a matrix (D, D), and of each neuron that stays `n_readers` vectors that read and one that writes."""
+    return 2 * width * (width + (n_readers + 1) * n_neurons)
 
 
 class LinearMap:
@@ -125,22 +131,20 @@ class LinearMap:
     """
 
     def __init__(self, weight: torch.Tensor, neurons: Neurons | None = None) -> None:
-        width = weight.shape[1]
-        self._neurons = neurons
-        own = () if neurons is None else (weight[1 + width :], neurons.bias, neurons.weight)
-        self._parts: Sequence[torch.Tensor] = (weight[0], weight[1 : 1 + width], *own)
-        self.flops_per_token = 2 * sum(part.numel() for part in self._parts if part.dim() == 2)
+        self._weight, self._neurons = weight, neurons
+        width, n_readers = weight.shape[1], 2 if neurons is not None and neurons.gated else 1
+        self.flops_per_token = map_flops(width, len(weight) - 1 - width, n_readers)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        if (self._parts[0].dtype, self._parts[0].device) != (states.dtype, states.device):
-            self._parts = [part.to(states) for part in self._parts]  # a module runs the model in another format
-        bias, read, *own = self._parts
-        flat = states.flatten(0, -2)
-        found = torch.addmm(bias, flat, read)
-        if self._neurons is not None:
+        weight, neurons = self._weight, self._neurons
+        if (weight.dtype, weight.device) != (states.dtype, states.device):  # a module runs the model in another format
+            self._weight = weight = weight.to(states)
+            self._neurons = neurons = None if neurons is None else neurons.to(states)
+        width, flat = weight.shape[1], states.flatten(0, -2)
+        found = torch.addmm(weight[0], flat, weight[1 : 1 + width])
+        if neurons is not None:
             # A product of their own. In bfloat16 the activation of a slice of the first one's takes two fifths of the map's time.
-            written, read_bias, reading = own
-            found = torch.addmm(found, self._neurons.activations(torch.addmm(read_bias, flat, reading)), written)
+            found = torch.addmm(found, neurons(flat), weight[1 + width :])
         return found.view_as(states)
 
 
@@ -207,7 +211,7 @@ class LinearMLP(TokenPolicy):
         return layer == 0
 
     def decide(self, view: LayerView, tokens: TokenState) -> None:
-        kept = (self.protect_first, self.protect_last, self.protect_at_most)
-        if view.tokens_per_row is not None and view.is_prompt and view.tokens_per_row <= protected(view.tokens_per_row, *kept):
+        protected = Ends(self.protect_first, self.protect_last, self.protect_at_most)
+        if view.tokens_per_row is not None and view.is_prompt and view.tokens_per_row <= protected.count(view.tokens_per_row):
             return  # no token is left for them
-        tokens.map_mlp(tokens.active & ~by_place(view, *kept), self._maps)
+        tokens.map_mlp(tokens.active & ~protected.mask(view), self._maps)

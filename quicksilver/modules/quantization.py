@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 
 from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds, is_percentile
-from quicksilver.modules.checks import TokenMask, check_known_ids, layer_to_act, marked
+from quicksilver.modules.checks import Ends, TokenMask, check_known_ids, layer_to_act, marked
 from quicksilver.modules.halting import UNITS
 from quicksilver.modules.signals import Entropy, Random, Signal
 from quicksilver.runtime import Architecture, ConfigError, LayerView, TokenPolicy, TokenState
@@ -170,7 +170,7 @@ class AdaptiveQuantization(TokenPolicy, Calibrated):
         assigned = self._assigned(view, tokens)
         possible = set(self.widths) if self.bits is None else {self.bits}
         if self.protect_first or self.protected_ids or self.protected_mask is not None:
-            protected = marked(view, "protected", self.protected_ids, self.protected_mask, self.protect_first)
+            protected = marked(view, "protected", self.protected_ids, self.protected_mask, Ends(self.protect_first))
             assigned = torch.where(protected, assigned.clamp(min=self.protected_bits), assigned)
             possible.add(self.protected_bits)
         for width in sorted(possible):

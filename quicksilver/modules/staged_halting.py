@@ -1,8 +1,7 @@
 """Halting in stages: at each of a few layers some tokens of a prompt stop, each stage by its own rule (docs/design.md §4).
 
-`StagedHalting` takes the stages as they are given. `PresetHalting` has what was chosen for a model on calibration text (docs/predicted-kv.md):
-before layer p all tokens stop but the first and the last few, and the K/V of the layers after p are predicted. Before that, linear maps stand in
-for the MLPs of some layers, or the oldest tokens are dropped before layer d. What was chosen lies beside the model.
+`StagedHalting` takes the stages as they are given, `PresetHalting` the `Schedule` that was chosen for a model on calibration text, which lies
+beside it (docs/predicted-kv.md).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 import yaml
 
 from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds
-from quicksilver.modules.checks import layer_after, protected, share_of
+from quicksilver.modules.checks import Ends, layer_after, share_of
 from quicksilver.modules.fitted import EMBEDDED, BoundTranslator, FittedFile, Translator, translator_files, translator_for
 from quicksilver.modules.halting import HaltingPolicy
 from quicksilver.modules.linear_mlp import LinearMLP, MLPMaps, mlp_map_files
@@ -256,9 +255,11 @@ class StagedHalting(HaltingPolicy, Calibrated):
         signal = self._stages[self._numbers[layer]].score if self.acts_at(layer) else None
         return signal is not None and signal.needs_attention
 
-    def protected_at(self, layer: int) -> tuple[int, int, float]:
-        stage = self._stages[self._numbers[layer]]
-        return stage.protect_first or 0, stage.protect_last or 0, self.protect_at_most
+    def protected_at(self, layer: int) -> Ends:
+        return self._protected(self._stages[self._numbers[layer]])
+
+    def _protected(self, stage: Stage) -> Ends:
+        return Ends(stage.protect_first or 0, stage.protect_last or 0, self.protect_at_most)
 
     def missing_kv_at(self, layer: int) -> str:
         return self._stages[self._numbers[layer]].missing_kv or self.missing_kv
@@ -278,7 +279,7 @@ class StagedHalting(HaltingPolicy, Calibrated):
     def _free(self, index: int, n_tokens: int, halted: int) -> int:
         """How many tokens of a row of `n_tokens` that stage may halt once `halted` have: below 0, it protects more than are left."""
         stage = self._stages[index]
-        return n_tokens - halted - protected(n_tokens, stage.protect_first or 0, stage.protect_last or 0, self.protect_at_most)
+        return n_tokens - halted - self._protected(stage).count(n_tokens)
 
     def _halted_before(self, index: int, n_tokens: int) -> int | None:
         """How many tokens of a row of `n_tokens` the stages before `index` have halted; None: that depends on the data."""
@@ -357,7 +358,7 @@ class Schedule(Options):
 
     def protected(self, n_tokens: int) -> int:
         """How many tokens of a prompt of `n_tokens` go through all layers."""
-        return protected(n_tokens, self.protect_first, self.protect_last, self.protect_at_most)
+        return Ends(self.protect_first, self.protect_last, self.protect_at_most).count(n_tokens)
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> Schedule:

@@ -77,8 +77,7 @@ def canonical(value: Any) -> Any:
 
 def foreign_sources(classes: Iterable[type]) -> dict[str, str]:
     """sha256 of the files that define `classes` and what they inherit from, by module name, this package's and Python's own left out.
-    Raises ConfigError: a class without source, typed at a prompt for instance: nothing would tell its next version from this
-    one."""
+    Raises ConfigError: a class without source, typed at a prompt for instance."""
     found = {}
     for cls in dict.fromkeys(base for one in classes for base in one.__mro__):
         top = cls.__module__.partition(".")[0]
@@ -167,11 +166,8 @@ class DataEntry:
 
 @dataclass(frozen=True)
 class CalibrationEntry:
-    """The text that percentiles were taken from; `provenance` is that of the calibration file.
-
-    Attributes:
-        overlap_pct: percent of the scored text's runs of 13 words that it has, too; None: not counted when the record was made.
-    """
+    """The text that percentiles were taken from; `provenance` is that of the calibration file. `overlap_pct`: percent of the scored
+    text's runs of 13 words that it has, too; None: not counted when the record was made."""
 
     text_source: str
     text_digest: str

@@ -332,21 +332,18 @@ class Record:
 
 def load_record(folder: Path | str) -> Record:
     """Read one record directory, or the record of that name that the archive beside it has; the same object again while no file has changed.
-
-    Raises:
-        ConfigError: it is not a whole record of this schema, or what it says cannot be so; the message names the path and the remedy.
-            Nothing is changed on disk.
-    """
+    Raises ConfigError: it is not a whole record of this schema, or what it says cannot be so; the message names the path and
+    the remedy. Nothing is changed on disk."""
     folder = Path(folder)
     try:
-        files = sorted((one.name, one.stat().st_size, one.stat().st_mtime_ns, one.stat().st_ino) for one in os.scandir(folder))
+        files = sorted((name, archive.state(folder / name)) for name in os.listdir(folder))
     except OSError:
         files = []  # what is wrong there, reading says
     return _loaded(folder, tuple(files), tuple(archive.state(folder.parent / one) for one in (archive.RECORDS, archive.WINDOWS)))
 
 
 @lru_cache(maxsize=2048)
-def _loaded(folder: Path, files: tuple[tuple[str, int, int, int], ...], archived: tuple[Any, ...]) -> Record:
+def _loaded(folder: Path, files: tuple[tuple[str, Any], ...], archived: tuple[Any, ...]) -> Record:
     """`files`, `archived`: what the folder and the archive have, so that a file that changes is read again."""
     try:
         content = parse_json(_text(folder), parse_constant=_finite, parse_float=_finite)
@@ -467,10 +464,7 @@ def record_frame(results_dir: Path | str) -> pd.DataFrame:
     """All records below `results_dir`, one row each, by fingerprint, in order of their start.
 
     Nested entries are joined with dots (`latency_ms.median`, `config.model.name`); lists and `identity` are left out.
-
-    Raises:
-        ConfigError: a directory there is not a whole record.
-    """
+    Raises ConfigError: a directory there is not a whole record."""
     runs, kept = Path(results_dir) / "runs", Path(results_dir) / "records"
     found = {p.name: p for p in runs.glob("[!.]*") if p.is_dir()} | {name: kept / name for name in archive.names(kept)}
     return frame_of([load_record(found[name]) for name in sorted(found)])

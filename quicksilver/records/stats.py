@@ -40,6 +40,7 @@ def bootstrap(
     confidence: float = 0.95,
 ) -> Interval:
     """`statistic` of paired samples with its percentile interval; what stands at one place of every sample is drawn together.
+    Raises ConfigError: fewer than 8 observations, samples that do not pair, numbers that are not finite.
 
     Args:
         statistic: of as many arrays as there are samples, each (…, R, W), to (R,), or to (K, R) for K values; also without R.
@@ -47,9 +48,6 @@ def bootstrap(
         resamples: bootstrap draws.
         seed: of the draws. The order of the observations does not matter.
         confidence: share of the draws inside the interval.
-
-    Raises:
-        ConfigError: fewer than 8 observations, samples that do not pair, numbers that are not finite.
     """
     arrays = [np.asarray(sample, dtype=np.float64) for sample in samples]
     _check_observations(arrays)
@@ -98,9 +96,7 @@ def _check_observations(arrays: Sequence[NDArray[np.float64]]) -> None:
 @dataclass(frozen=True)
 class PairedInterval:
     """Perplexity of a run minus that of its baseline on the same windows, with a percentile bootstrap interval.
-
-    `difference`, `low`, `high` are in perplexity; `relative_pct…` are 100 · (ppl / baseline_ppl − 1).
-    """
+    `difference`, `low`, `high` are in perplexity; `relative_pct…` are 100 · (ppl / baseline_ppl − 1)."""
 
     ppl: float
     baseline_ppl: float
@@ -128,14 +124,12 @@ def paired_perplexity(
     """Difference of two perplexities with its interval; windows are resampled because tokens inside one are dependent.
 
     Perplexity is exp(Σ nats / Σ tokens) over the drawn windows, so windows of unequal length weigh as they should.
+    Raises ConfigError: fewer than 8 windows, windows that do not pair, numbers that are not finite.
 
     Args:
         nll_nats, baseline_nll_nats: (W,) summed negative log-likelihood of each window.
         tokens, baseline_tokens: (W,) scored tokens of each window; the baseline's must be the same (None: they are).
         resamples, seed, confidence: as `bootstrap`.
-
-    Raises:
-        ConfigError: fewer than 8 windows, windows that do not pair, numbers that are not finite.
     """
     nll, base = np.asarray(nll_nats, dtype=np.float64), np.asarray(baseline_nll_nats, dtype=np.float64)
     count = np.asarray(tokens, dtype=np.float64)
@@ -169,10 +163,7 @@ def paired_records(
 ) -> PairedInterval:
     """`paired_perplexity` of two records, windows joined by number; `column="null_nll_nats"` takes a record's null instead of
     the run.
-
-    Raises:
-        ConfigError: records of different text or protocol, a column that one of them does not have.
-    """
+    Raises ConfigError: records of different text or protocol, a column that one of them does not have."""
     return paired_perplexity(*pairs_of(record, baseline, column, baseline_column), **options)  # type: ignore[arg-type]
 
 

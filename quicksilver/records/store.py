@@ -75,17 +75,15 @@ class Draft:
 
 
 class Store:
-    """The records below one results folder. Safe to use from several processes at once."""
+    """The records below one results folder. Safe to use from several processes at once.
+    Raises ConfigError: something at that place that is no folder.
+
+    Args:
+        records: which count. `any`: all, committed ones first; `checked`: those made on this machine; `own`: of these, those that took no
+            number from a committed one (runs/run.py).
+    """
 
     def __init__(self, results_dir: Path | str, records: str = "any"):
-        """
-        Args:
-            records: which count. `any`: all, committed ones first; `checked`: those made on this machine; `own`: of these, those that took no
-                number from a committed one (runs/run.py).
-
-        Raises:
-            ConfigError: something at that place that is no folder.
-        """
         self.root = Path(results_dir)
         _check_folder(self.root)
         self.runs = self.root / "runs"
@@ -106,8 +104,9 @@ class Store:
 
     def folder(self, fingerprint: str) -> Path:
         """Where that record is, or would be made: a committed one comes first, so that committed tables stay what they are."""
-        committed = self.kept is not None and archive.text(self.kept, fingerprint) is not None
-        return self.kept / fingerprint if self.kept is not None and committed else self.path(fingerprint)
+        if self.kept is not None and archive.text(self.kept, fingerprint) is not None:
+            return self.kept / fingerprint
+        return self.path(fingerprint)
 
     def folders(self) -> dict[str, Path]:
         """Where all records are, by fingerprint; committed ones first."""
@@ -306,11 +305,7 @@ class SupersededError(Exception):
 
 
 class Blocks:
-    """The blocks of one run.
-
-    Attributes:
-        seconds: that others, or a process that was killed, spent on the blocks that were read here.
-    """
+    """The blocks of one run; `seconds`: that others, or a process that was killed, spent on the blocks that were read here."""
 
     def __init__(self, store: Store, fingerprint: str) -> None:
         self._store, self._fingerprint = store, fingerprint_of(fingerprint)
@@ -318,11 +313,8 @@ class Blocks:
         self.seconds = 0.0
 
     def of_pass(self, name: str, shared: bool = False) -> Keep:
-        """What `score` is given to keep the blocks of one pass.
-
-        Args:
-            shared: other processes make the same run; one of them may finish it, and then `SupersededError` is raised.
-        """
+        """What `score` is given to keep the blocks of one pass. `shared`: other processes make the same run; one of them may finish
+        it, and then `SupersededError` is raised."""
 
         def keep(blocks: Sequence[range], compute: Compute) -> Iterable[Block]:
             folder = self._folder_of(len(blocks[0]))

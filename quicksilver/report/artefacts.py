@@ -215,10 +215,7 @@ class Artefact:
     @cached_property
     def experiment(self) -> Experiment:
         """The file, imported, or its function that makes this artefact.
-
-        Raises:
-            ConfigError: it needs a library that is not installed.
-        """
+        Raises ConfigError: it needs a library that is not installed."""
         with self._with_libraries():
             module = _imported(self.path)
         return cast(Experiment, getattr(module, self.function) if self.function else module)
@@ -285,10 +282,7 @@ def artefacts(folder: Path | None = None) -> list[Artefact]:
 
 def find(kind: str, number: str) -> Artefact:
     """The artefact `kind` `number`; `2`, `02` and `2b` find figure 2, `8`, `15` and `8/15` figure 8/15, a name what has that name.
-
-    Raises:
-        ConfigError: there is none; names those of that kind that there are.
-    """
+    Raises ConfigError: there is none; names those of that kind that there are."""
     there = artefacts()
     number = number.strip().lower()
     asked = [_plain(part) for part in re.split(r"[/_,]", number)] if number[:1].isdecimal() else [number.replace("-", "_")]

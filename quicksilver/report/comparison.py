@@ -152,6 +152,12 @@ def _quality(record: Record, dense: Record, null: NullResult | None, intervals: 
     return row
 
 
+def adjusted_p(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """By record, the p value of its test against the null, adjusted over all of them; a record that stands in several rows is one test."""
+    tested = {row["record"]: row["versus_null_p"] for row in rows if "versus_null_p" in row}
+    return dict(zip(tested, stats.false_discovery(list(tested.values())), strict=True))
+
+
 def interval(name: str, paired: stats.PairedInterval) -> dict[str, float]:
     """A difference as six numbers: in perplexity and in percent, each with the ends of its interval."""
     found = (paired.difference, paired.low, paired.high, paired.relative_pct, paired.relative_pct_low, paired.relative_pct_high)
@@ -187,9 +193,7 @@ def frame(outcomes: Sequence[Outcome]) -> pd.DataFrame:
         rows.append(row)
     for panel in members:
         mine = [row for row in rows if row["panel"] == panel]
-        # A record that stands in several rows is one test.
-        tested = {row["record"]: row["versus_null_p"] for row in mine if "versus_null_p" in row}
-        adjusted = dict(zip(tested, stats.false_discovery(list(tested.values())), strict=True))
+        adjusted = adjusted_p(mine)
         for row in mine:
             if row.get("record") in adjusted:
                 row["versus_null_p_adjusted"] = adjusted[row["record"]]
@@ -338,11 +342,8 @@ def pool_noise(rows: Sequence[dict[str, Any]], phase: str = "") -> None:
     """Pool the rows' floors: the median over their runs, which one disturbed run does not move, and no less than what the dense row differs from
     itself. A noisier run keeps its own floor.
 
-    A record that stands in several rows counts once. Rows without a time stay as they are.
-
-    Args:
-        rows: with `record` and `PHASEnoise_floor_pct`, which is replaced; `PHASEpooled_noise_floor_pct` is added.
-        phase: before the names of the columns, `prompt_` for instance.
+    `PHASEnoise_floor_pct` is replaced, and `PHASEpooled_noise_floor_pct` added. A record that stands in several rows counts once. Rows without
+    a time stay as they are.
     """
     floor, pooled, speedup = f"{phase}{FLOOR}", f"{phase}{POOLED}", f"{phase}speedup_pct"
     itself = [abs(row.get(speedup) or 0.0) for row in rows if row.get("record") and row.get("record") == row.get("dense_record")]
@@ -367,12 +368,7 @@ def cautions(rows: pd.DataFrame, panel: str) -> tuple[str, ...]:
 
 
 def noise_note(rows: Iterable[Mapping[str, Any]], of: str) -> tuple[str, ...]:
-    """The sentence below a panel that says its pooled floor; nothing where no run was timed.
-
-    Args:
-        rows: after `pool_noise`.
-        of: what was timed, `a batch's time`.
-    """
+    """The sentence below a panel on the pooled floor of its rows (after `pool_noise`), none where no run was timed. `of`: what was, `a batch's time`."""
     timed = {row["record"]: row for row in rows if number(row, FLOOR) is not None and number(row, POOLED) is not None}
     if not timed:
         return ()

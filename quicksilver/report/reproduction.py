@@ -40,10 +40,7 @@ class Made(NamedTuple):
 
 def base_config(overrides: Sequence[str]) -> RunConfig:
     """The config that the overrides of a person alone compose.
-
-    Raises:
-        ConfigError: overrides that no artefact takes.
-    """
+    Raises ConfigError: overrides that no artefact takes."""
     from quicksilver.records.stats import MIN_WINDOWS
     from quicksilver.runs.config import compose
 
@@ -225,13 +222,8 @@ def of_name(name: str, artefact: str) -> Variant | None:
 
 
 def why_not(name: str, jobs: Sequence[Job], default: Sequence[str]) -> str | None:
-    """Why there is no variant of an artefact; None: there is one.
-
-    Args:
-        name: the artefact's, `table11`.
-        jobs: its rows under the variant's overrides, with the records that there are.
-        default: fingerprints of the records of the default selection.
-    """
+    """Why there is no variant of the artefact `name`, whose rows under the variant's overrides are `jobs`; None: there is one.
+    `default`: fingerprints of the records of the default selection."""
     if not jobs:
         return "asks for no run of a model"
     if name in LEFT_OUT:
@@ -247,12 +239,7 @@ def why_not(name: str, jobs: Sequence[Job], default: Sequence[str]) -> str | Non
 def variants_page(
     there: Mapping[Variant, Mapping[Artefact, str | None]], commands: Mapping[Variant, Mapping[Artefact, str]]
 ) -> str:
-    """The page that lists them, as Markdown.
-
-    Args:
-        there: by variant and artefact, why it is missing; None: it is there.
-        commands: what makes each.
-    """
+    """The page that lists them, as Markdown. `there`: why each is missing, None where it is there; `commands`: what makes each."""
     ledgers = ["[ledger](claims.md)", *(f"[ledger](claims-{one.name}.md)" for one in there)]
     rows = [["", DEFAULT, *(one.title for one in there)], [":--"] * (2 + len(there))]
     rows.append(["claims of the paper, with verdicts", *ledgers])
@@ -285,10 +272,7 @@ def fill_readme(readme: Path, results: Path) -> str:
     """Put every written table or figure between its markers `<!-- NAME:begin -->` and `<!-- NAME:end -->`; says what was done.
 
     `NAME.rows` is a table's rows alone, with a line that says where they come from; `claims` is the one line that counts verdicts.
-
-    Raises:
-        ConfigError: no README there, or something marked that was not written yet.
-    """
+    Raises ConfigError: no README there, or something marked that was not written yet."""
     if not readme.is_file():
         raise ConfigError(f"{readme} is not there: this command is for a clone of the repository.")
     known = {artefact.name: artefact for artefact in artefacts()}
@@ -332,10 +316,7 @@ def fill_readme(readme: Path, results: Path) -> str:
 def with_cells(text: str, results: Path) -> str:
     """`text` with each number before `<!-- TABLE column=value,… COLUMN -->` as that cell of `results/tables/TABLE.json` has it, with as many
     decimals, and signed if it was. Of other models and texts the repository has no CSV.
-
-    Raises:
-        ConfigError: no such table, or not one such cell.
-    """
+    Raises ConfigError: no such table, or not one such cell."""
 
     def cell(match: re.Match[str]) -> str:
         shown, source, name, where, column = match.groups()

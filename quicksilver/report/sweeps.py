@@ -44,7 +44,6 @@ WHOLE = ("nominal_flops_saved_pct", "executed_flops_saved_pct", "paper_flops_sav
 PROMPT = ("prompt_nominal_flops_saved_pct", "prompt_executed_flops_saved_pct", "kv_bytes_saved_pct")
 _PLOTS_A_LINE = 4
 _WIDE = 8  # costs that differ by more than this factor are drawn on a logarithmic axis
-_PROMPT_LEDGERS = ("nominal", "paper")  # `against_dense` has the executed one
 LEGEND = (
     "Saved is in percent of dense inference: nominal = the dense formula on active tokens; exec = operations of what really ran, signals "
     "and modules included; paper = Appendix J with its constants; prompt = of the prompt alone; KV bytes = resident.",
@@ -102,7 +101,7 @@ def frame(outcomes: Sequence[Outcome], sweeps: Sequence[Sweep]) -> pd.DataFrame:
     settings = [{} if outcome.row.section else _settings(outcome.row) for outcome in outcomes]
     for place, key in enumerate(axes, start=rows.columns.get_loc("technique") + 1):
         rows.insert(place, key, [found.get(key) for found in settings])
-    for key in _PROMPT_LEDGERS:
+    for key in ("nominal", "paper"):  # `against_dense` has the executed one
         rows[f"prompt_{key}_flops_saved_pct"] = [one.record and one.record.flops_saved_pct(f"prompt_{key}") for one in outcomes]
     if any(sweep.base for sweep in sweeps):
         against: list[dict[str, float]] = []
@@ -286,11 +285,8 @@ BUDGET_LEGEND = (
 
 
 def budget_table(fits: Sequence[tuple[Fit, Mapping[str, tuple[Record, Record]]]], name: str) -> Table:
-    """A panel a budget: what `comparison.frame` has of every record of the frozen dial, and what was asked and reached.
-
-    Args:
-        fits: each with the records, and their dense ones, of what it was used on after the search: `test`, or the name of another text.
-    """
+    """A panel a budget: what `comparison.frame` has of every record of the frozen dial, and what was asked and reached. A fit's records are of
+    what it was used on after the search: `test`, or another text by name. Each stands beside its dense one."""
     outcomes, asked, panels = [], [], []
     for fit, later in fits:
         dial, budget = fit.dial, fit.budget

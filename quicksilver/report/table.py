@@ -224,10 +224,7 @@ def written_of(kind: Literal["table", "figure"], made: Any, rows: tuple[tuple[Va
 
 def read(path: Path) -> Written:
     """Read what `Written.json` wrote.
-
-    Raises:
-        ConfigError: there is no such file, it is damaged, names what lies elsewhere, or another version wrote it.
-    """
+    Raises ConfigError: there is no such file, it is damaged, names what lies elsewhere, or another version wrote it."""
     try:
         content = read_json(path)
         if (version := content["schema_version"]) != SCHEMA_VERSION:
@@ -357,11 +354,8 @@ _FOLDERS = re.compile(r"(?<![\w./~-])(?:file://)?~?(?:/[^\s/'\"<>|,;:()\[\]{}]+)
 
 
 def without_folders(entry: Any) -> Any:
-    """Local files by their names, also inside sentences: a page must not tell where they lie, nor differ by it.
-
-    Args:
-        entry: text, or mappings and lists of it; anything else comes back as it is.
-    """
+    """Local files by their names, also inside sentences: a page must not tell where they lie, nor differ by it. Text, or mappings and lists of
+    it, is changed; anything else comes back as it is."""
     if not isinstance(entry, str):
         if isinstance(entry, Mapping):
             return {without_folders(key): without_folders(value) for key, value in entry.items()}

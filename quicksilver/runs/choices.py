@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from hydra.errors import MissingConfigException, OverrideParseException
@@ -34,22 +34,11 @@ def choices(group: str, extra_dirs: Sequence[Path] = ()) -> list[str]:
 
 
 def files_stamp(extra_dirs: Sequence[Path] = ()) -> int:
-    """Changes with any yaml file of conf/ and of the user's own folders."""
-    return hash(frozenset(stat for root in (config_dir(), *extra_dirs) for stat in _files(str(root))))
-
-
-def _files(folder: str) -> Iterator[tuple[str, int, int]]:
-    """Path, time of change in ns and bytes of every yaml below a folder; none where there is no such folder."""
-    try:
-        entries = list(os.scandir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    for entry in entries:
-        if entry.is_dir():
-            yield from _files(entry.path)
-        elif entry.name.endswith((".yaml", ".yml")):
-            stat = entry.stat()
-            yield entry.path, stat.st_mtime_ns, stat.st_size
+    """Changes with any yaml file of conf/ and of the user's own folders: with its path, its time in ns or its bytes."""
+    folders = (walked for root in (config_dir(), *extra_dirs) for walked in os.walk(root, followlinks=True))
+    paths = (os.path.join(folder, name) for folder, _, names in folders for name in names if name.endswith((".yaml", ".yml")))
+    stats = ((path, os.stat(path)) for path in paths)
+    return hash(frozenset((path, stat.st_mtime_ns, stat.st_size) for path, stat in stats))
 
 
 def explain(error: Exception, overrides: Sequence[str] = (), extra_dirs: Sequence[Path] = ()) -> str:

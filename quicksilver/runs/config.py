@@ -197,16 +197,15 @@ def hydra_started(extra_dirs: Sequence[Path] = ()) -> Iterator[Hydra]:
         GlobalHydra.instance().hydra = outer
 
 
-def composed(overrides: Sequence[str], extra_dirs: Sequence[Path], stamp: int) -> DictConfig:
+def composed(overrides: Sequence[str], extra_dirs: Sequence[Path] = ()) -> DictConfig:
     """The config of one run as Hydra composes it, without the section `hydra`; the caller's own copy. Raises ConfigError: an
     unknown key or choice (with a suggestion), a value of the wrong type.
 
     Args:
         overrides: words that Hydra can read, as `quoted` makes them.
         extra_dirs: folders of the user's own that are searched before conf/.
-        stamp: `files_stamp` of conf/ and of these folders, as they are now.
     """
-    folders = tuple(extra_dirs)
+    folders, stamp = tuple(extra_dirs), files_stamp(extra_dirs)
     try:
         values = [override for override in map(parsed, overrides) if _is_value(override)]
         groups = tuple(text for text in overrides if not _is_value(parsed(text)))
@@ -400,26 +399,26 @@ def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(f"--config-dir {folder}: there is no such folder.")
     for path in sorted((*folder.rglob("*.yaml"), *folder.rglob("*.yml"))):
-        where, content, why = str(path), None, _NO_KEYS
-        try:
-            check_yaml(path)
-            content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-            why = _of_no_use(path, folder, content) or why
-        except (OSError, ValueError) as error:
-            where, why = f"{path} cannot be read", str(error)
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            where += ("" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}") + " is no yaml"
-            why = getattr(error, "problem", None) or str(error).splitlines()[0]
-        if isinstance(content, dict):
-            if not isinstance(content.get("defaults", []), list):
-                why = "its `defaults` are no list"
-            elif why == _NO_KEYS:
-                continue
-        raise ConfigError(f"{where}: {why}. Mend the file, or take it out of --config-dir.")
+        if why := _wrong_with(path, folder):
+            raise ConfigError(f"{path}{why}. Mend the file, or take it out of --config-dir.")
 
 
-_NO_KEYS = "it is a list, not keys with values"
+def _wrong_with(path: Path, folder: Path) -> str:
+    """What is wrong with a yaml of a person's own, as it follows the path in a sentence; "": nothing."""
+    try:
+        check_yaml(path)
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except (OSError, ValueError) as error:
+        return f" cannot be read: {error}"
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        return f"{where} is no yaml: {getattr(error, 'problem', None) or str(error).splitlines()[0]}"
+    if isinstance(content, dict) and not isinstance(content.get("defaults", []), list):
+        return ": its `defaults` are no list"
+    if why := _of_no_use(path, folder, content):
+        return f": {why}"
+    return "" if isinstance(content, dict) else ": it is a list, not keys with values"
 
 
 def _of_no_use(path: Path, folder: Path, content: Any) -> str:
@@ -459,13 +458,11 @@ def check_yaml(path: Path) -> None:
 # --- one run --------------------------------------------------------------------------------------------------------------------
 def compose(overrides: Sequence[str] = (), extra_dirs: Sequence[Path] = ()) -> RunConfig:
     """Compose one run from overrides, `["model=gpt2", "modules=[halting]", "modules.halting.resume_layers=4"]`.
+    Raises ConfigError: an unknown key or choice (with a suggestion), a value of the wrong type or out of range.
 
     Args:
         overrides: words in Hydra's grammar.
         extra_dirs: folders of the user's own that are searched beside conf/ (`--config-dir`).
-
-    Raises:
-        ConfigError: an unknown key or choice (with a suggestion), a value of the wrong type or out of range.
     """
     if isinstance(overrides, str) or not isinstance(overrides, Sequence) or not all(isinstance(word, str) for word in overrides):
         raise ConfigError(f"overrides={overrides!r:.80} is no list of words: give one, such as ['model=reference-gpt2'].")
@@ -486,7 +483,7 @@ def compose(overrides: Sequence[str] = (), extra_dirs: Sequence[Path] = ()) -> R
 
 
 def _one(words: Sequence[str], extra_dirs: Sequence[Path]) -> RunConfig:
-    return run_config(composed(words, extra_dirs, files_stamp(extra_dirs)), words)
+    return run_config(composed(words, extra_dirs), words)
 
 
 def _faults(words: Sequence[str], extra_dirs: Sequence[Path], first: str) -> str:

@@ -141,8 +141,8 @@ class RunContext:
 
     def kernel_choices(self, config: RunConfig) -> Choices:
         """Which kernels are fastest for this model on this machine: as kept in the results folder, else measured."""
-        from quicksilver.runtime.architecture import architecture_of
-        from quicksilver.runtime.quantized.kernels import KERNELS, Choices, choose, linears_of, machine
+        from quicksilver.runtime.architecture import architecture_of, linears_of
+        from quicksilver.runtime.quantized.kernels import KERNELS, Choices, choose, machine
 
         def is_whole(kept: Any) -> bool:
             with suppress(Mistyped):
@@ -285,7 +285,7 @@ def calibration_provenance(
         Files under their names (`predicted_kv/schedules.yaml`), percentiles and what is fitted when a run begins under `thresholds`. A file that is
         nowhere any more has no texts.
     """
-    known = dict(_of_package()) | _by_digest(folders)
+    known = _of_package() | _by_digest(folders)
     found: dict[str, Texts] = {}
     for key, digest in sorted(digests.items()):
         kind, _, rest = key.partition(".")
@@ -314,8 +314,8 @@ def texts_of(path: Path) -> Texts:
 
 
 @cache
-def _of_package() -> tuple[tuple[str, Path], ...]:
-    return tuple(_by_digest(path for path in EMBEDDED.glob("*") if path.is_dir()).items())
+def _of_package() -> dict[str, Path]:
+    return _by_digest(path for path in EMBEDDED.glob("*") if path.is_dir())
 
 
 def _by_digest(folders: Iterable[Path]) -> dict[str, Path]:

@@ -109,23 +109,23 @@ def _config_folder(config: ModelConfig, root: Path | None) -> Path:
     raise ConfigError(f"model={config.name}: {gone}. {give}. Known without: {known}.")
 
 
-def measured_speed(dtype: str, device_map: str, *, seconds: float = 1.0, size: int = 1024) -> Speed:
-    """The speed of a matrix product (size, size) in samples of together about `seconds`; eight times as wide on a GPU."""
+def measured_speed(dtype: str, device_map: str) -> Speed:
+    """The speed of a matrix product of 1024 x 1024 numbers, eight times as wide on a GPU, in samples of together about a second."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() and device_map != "cpu" else "cpu"
-    size = size * 8 if device == "cuda" else size
+    size = 8 * 1024 if device == "cuda" else 1024
     one = torch.randn(size, size, device=device).to(getattr(torch, dtype))
     took_s = []
     for _ in range(_SAMPLES):
         began, calls = time.perf_counter(), 0
-        while time.perf_counter() - began < seconds / _SAMPLES:
+        while time.perf_counter() - began < 1 / _SAMPLES:
             one @ one
             if device == "cuda":
                 torch.cuda.synchronize()
             calls += 1
         took_s.append((time.perf_counter() - began) / calls)
-        time.sleep(seconds / _SAMPLES)
+        time.sleep(1 / _SAMPLES)
     return Speed(2 * size**3 / statistics.median(took_s), device)
 
 
@@ -237,10 +237,8 @@ def estimates(
     rate, context, found = cache(measured_speed), RunContext(), list[Estimate]()
     both = [step for config in configs for step in (config.dense(), *([config] if config.modules else []))]
     steps = {json.dumps([step.identity(), step.model.path], sort_keys=True, default=str): step for step in both}  # each once
-    asked = {id(config) for config in configs}
-    dense = [step for step in steps.values() if id(step) not in asked]  # which are few
-    asked |= {id(config) for config in without_record(dense)}
-    for config in (step for step in steps.values() if id(step) in asked):
+    dense = without_record([step for step in steps.values() if not step.modules])
+    for config in (step for step in steps.values() if step.modules or step in dense):
         check_allowed_by_protocol(config)
         model, root = config.model, Path(config.data.root).expanduser() if config.data.root else None
         if (key := f"{model.name} {model.path} {model.dtype}") not in shapes:
@@ -310,7 +308,6 @@ def table(found: Sequence[Estimate], absent: Sequence[str] = (), workers: int = 
     def between(seconds: float) -> str:  # with the start of the command
         return f"{duration(_START_S + _FASTER * seconds)} to {duration(_START_S + _SLOWER * seconds)}"
 
-    seconds = sum(one.seconds for one in found)
     how = f"{_FASTER} to {_SLOWER} times the sum at the speed measured now, and {_START_S:.0f} s of start"
     if elsewhere:
         how = "on this machine's processor: the speed of a GPU or of other machines, and their start, is not known here"

@@ -198,9 +198,7 @@ def values_of(record: Record, objectives: Iterable[str]) -> list[float]:
 
 def front(study: optuna.Study, config: StudyConfig) -> tuple[list[Mapping[str, Any]], bool]:
     """The values of the runs on the Pareto front, and whether a run meets the budget; then the front is of those that do.
-
-    The first is the best in the first objective that the budget does not bind.
-    """
+    The first is the best in the first objective that the budget does not bind."""
     trials = complete(study)
     within = [trial for trial in trials if all(by <= 0 for by in config.violations(trial.values))]
     trials = within or trials

@@ -82,9 +82,7 @@ def named_class(key: str, target: str, base: type[T]) -> type[T]:
 
 def _why_foreign(module: str, name: str, base: type) -> str:
     """Why importing `module` for its `name` could do anything but define a class, a sentence; empty: it could not.
-
-    A module that is not found is not foreign: importing it says why. One that was imported runs nothing when it is asked again.
-    """
+    A module that is not found is not foreign: importing it says why. One that was imported runs nothing when it is asked again."""
     top = module.split(".")[0]
     if top in sys.stdlib_module_names:
         return f"it is no {base.__name__} class of quicksilver or of a file of your own. A file that is called like a module of Python needs another name."
@@ -166,9 +164,7 @@ def _read(path: Path, _changed_ns: int, module: str) -> _Source:
 
 def option_defaults(target: str) -> dict[str, Any]:
     """The options of the dataclass `package.module.Class` and their defaults, as a yaml could say them.
-
-    Left out are options without a default, masks (which are tensors), and defaults that are no literals.
-    """
+    Left out are options without a default, masks (which are tensors), and defaults that are no literals."""
     module, _, name = target.rpartition(".")
     source, node = (_definition(module, name) if module else None) or (None, None)
     options: dict[str, Any] = {}
@@ -234,11 +230,8 @@ def module_entry(name: str) -> tuple[str, dict[str, Any]]:
 
 def build_modules(entries: Mapping[str, Any], tokenizer: Any = None) -> list[Any]:
     """The runtime modules of a config, by name. Raises ConfigError: an argument that the class does not have (with a suggestion),
-    a value of the wrong type, a word that is no token, or whatever the class refuses.
-
-    Args:
-        tokenizer: makes token ids of the words in options called `…_ids`; None leaves words out, which is enough to check the rest.
-    """
+    a value of the wrong type, a word that is no token, or whatever the class refuses. `tokenizer` makes token ids of the words in
+    options called `…_ids`; None leaves words out, which is enough to check the rest."""
     built = []
     # All are checked before the first is built. Sorted: whatever order they were selected in must not decide anything.
     classes = {name: module_class(name, entry) for name, entry in sorted(entries.items())}

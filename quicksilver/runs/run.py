@@ -146,10 +146,7 @@ def _protocol(config: RunConfig) -> Any:
 
 def plan(configs: Iterable[RunConfig], context: RunContext | None = None) -> Plan:
     """The runs behind `configs`. Loads no model.
-
-    Raises:
-        ConfigError: whatever is wrong with one of them, before any of them runs; a record that is not whole.
-    """
+    Raises ConfigError: whatever is wrong with one of them, before any of them runs; a record that is not whole."""
     context, steps, wanted = context or RunContext(), list[Planned](), list[Planned]()
     for config in configs:
         check_allowed_by_protocol(config)
@@ -171,11 +168,8 @@ def ensure(
     configs: Sequence[RunConfig], *, progress: Callable[[Progress], None] | None = None, context: RunContext | None = None
 ) -> list[Record]:
     """Records of `configs`, in their order: `plan` and `make`. The `context` of an earlier plan serves again.
-
-    Raises:
-        ConfigError: a config that cannot be run; nothing was run then.
-        QuickSilverError: a run failed; records finished before it stay.
-    """
+    Raises ConfigError: a config that cannot be run; nothing was run then. QuickSilverError: a run failed; records finished
+    before it stay."""
     return make(plan(configs, context), progress=progress)
 
 
@@ -188,16 +182,14 @@ def make(
     failed: dict[str, Exception] | None = None,
 ) -> list[Record]:
     """Make the runs of a plan that have no record; the records of all that is wanted, in their order.
+    Raises ConfigError: a run that cannot be made here; nothing was run then. QuickSilverError: a run failed; records finished
+    before it stay.
 
     Args:
         progress: called often; cheap callbacks only.
         labels: by fingerprint, what runs are called in a sweep; it stands before what they are.
         group: what the tracker calls those runs together.
         failed: gets the errors by fingerprint; all runs are tried but those whose dense run failed. None: the first error is raised.
-
-    Raises:
-        ConfigError: a run that cannot be made here; nothing was run then.
-        QuickSilverError: a run failed; records finished before it stay.
     """
     for config in (step.config for step in planned.wanted):
         check_tracker(config.tracker)

@@ -274,9 +274,7 @@ class Sweep:
 
     def take(self, run: SweepRun) -> lease.Lease | None:
         """The lease that says that a process has begun with the run; None: a living one has.
-
-        Without it, two workers that are free at the same moment begin with the same run, and one waits until it is made.
-        """
+        Without it, two workers that are free at the same moment begin with the same run, and one waits until it is made."""
         return self.store.take(self.folder / TAKEN / f"{run.number:04d}.lock")
 
     @contextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -48,6 +48,11 @@ class Parts:
     input_norm: str
     readers: Mapping[str, tuple[str, ...]] | None
     writers: tuple[str, ...]
+
+
+def linears_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """The linear layers within, in order."""
+    return [part for module in modules for part in module.modules() if isinstance(part, (nn.Linear, Conv1D))]
 
 
 class Architecture(ABC):
@@ -91,7 +96,7 @@ class Architecture(ABC):
         self.causal_block = 1  # queries of a causal product that visit as many keys as the last of them
         self.layer_signature = inspect.signature(type(self.layers[0]).forward)
         # Every family here has identical layers; weights of matrix products only (norms and biases are not products).
-        linear = [m.weight for m in self.layers[0].modules() if isinstance(m, (nn.Linear, Conv1D))]
+        linear = [m.weight for m in linears_of([self.layers[0]])]
         self.linear_params_per_layer = sum(weight.numel() for weight in linear)  # of this run; a transform may leave some out
         self.dense_linear_params_per_layer = self.linear_params_per_layer
         self._own_linear_params_per_layer = sum(local(weight).numel() for weight in linear)
@@ -125,7 +130,7 @@ class Architecture(ABC):
     @property
     def mlp_params_per_layer(self) -> int:
         """Weights of matrix products in a feed-forward module."""
-        return sum(m.weight.numel() for m in self.mlp(0).modules() if isinstance(m, (nn.Linear, Conv1D)))
+        return sum(m.weight.numel() for m in linears_of([self.mlp(0)]))
 
     def mlp(self, layer: int) -> nn.Module:
         """The feed-forward module of a layer; every family here calls it `mlp`."""
@@ -135,14 +140,14 @@ class Architecture(ABC):
         """The maps that read what a feed-forward module is given, as (weight (F, D), bias (F,)) each, and the activation of the first one;
         of two the second is multiplied with it."""
         mlp: Any = self.mlp(layer)
-        *readers, _ = [m for m in mlp.modules() if isinstance(m, (nn.Linear, Conv1D))]
+        *readers, _ = linears_of([mlp])
         with weights_present(*readers):
             found = [((m.weight.T if isinstance(m, Conv1D) else m.weight).detach(), m.bias) for m in readers]
         return [*found], next(getattr(mlp, name) for name in ("act", "act_fn", "activation_fn") if hasattr(mlp, name))
 
     def mlp_writer(self, layer: int) -> torch.Tensor:
         """What each neuron of a feed-forward module writes: (F, D)."""
-        *_, writer = [m for m in self.mlp(layer).modules() if isinstance(m, (nn.Linear, Conv1D))]
+        writer = linears_of([self.mlp(layer)])[-1]
         with weights_present(writer):
             return writer.weight.detach() if isinstance(writer, Conv1D) else writer.weight.detach().T
 
@@ -357,8 +362,6 @@ def families() -> dict[str, type[Architecture]]:
 
     Where two name the same type, the one that was defined last is taken: a file of one's own comes after those of the package.
     """
-    import quicksilver.runtime.architecture  # noqa: F401  defines some
-
     found: dict[str, type[Architecture]] = {}
     waiting = Architecture.__subclasses__()
     for cls in waiting:

@@ -6,7 +6,7 @@ for part of it. So the first pass is given no draft: drafts come from the second
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ import torch
 
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import EvictionPolicy, MergePolicy, RuntimeModule, TokenPolicy, Transform
+from quicksilver.runtime.placement import replaced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,7 +34,6 @@ def user_prompts_only(model: PreTrainedModel, modules: Sequence[RuntimeModule]) 
     if not hasattr(model, "_get_candidate_generator") or not modules:
         yield
         return
-    before = {name: model.__dict__.get(name) for name in ("_get_candidate_generator", "_prefill")}
     whose: Any = model
     made, prefill = whose._get_candidate_generator, whose._prefill
 
@@ -51,16 +51,8 @@ def user_prompts_only(model: PreTrainedModel, modules: Sequence[RuntimeModule]) 
         _check_chunks(modules, generation_config.prefill_chunk_size, input_ids.shape[1])
         return prefill(input_ids, generation_config, *args, **kwargs)
 
-    replaced: dict[str, Callable[..., Any]] = {"_get_candidate_generator": generator, "_prefill": whole}
-    model.__dict__.update(replaced)
-    try:
+    with replaced(model, _get_candidate_generator=generator, _prefill=whole):
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del model.__dict__[name]
-            else:
-                model.__dict__[name] = value
 
 
 class _AfterTheFirstPass:

@@ -6,10 +6,10 @@ A pass is one forward of the model: N new columns of B sequences, after whatever
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
@@ -98,46 +98,26 @@ class PassState(Decisions):
         """Nothing has been decided."""
         return not (self.any_halted or self.any_kv_skipped or self.fusions or self.precisions or self.mappings)
 
-    def n_left(self, layer: int | None = None) -> int | None:
-        """How many tokens of each row take part in `layer` (None: have not been halted), where all rows have as many and the host knows it."""
+    def left(self, layer: int | None = None) -> Known:
+        """Of the tokens that take part in `layer` (None: have not been halted)."""
         if self.tokens_per_row is None or self.counted is None:
-            return None
-        return self.tokens_per_row - sum(halt.tokens for halt in self.counted if layer is None or halt.resume_layer > layer)
-
-    def n_kept(self, layer: int, mode: str, halted_after: int | None = None) -> int | None:
-        """How many tokens of each row `kept` has, likewise; of those that halted after layer `halted_after` (None: any)."""
-        if self.tokens_per_row is None or self.counted is None or self.any_kv_skipped:
-            return None
-        return sum(
-            halt.tokens
-            for halt in self.counted
-            if halt.missing_kv == mode and halt.resume_layer > layer and halted_after in (None, halt.layer)
-        )
-
-    def ranges_left(self, layer: int | None = None) -> Ranges | None:
-        """The columns that `n_left` counts, where they are the same in all rows and the host knows them."""
-        if self.tokens_per_row is None or self.counted is None:
-            return None
+            return NOTHING_KNOWN
+        gone = [halt for halt in self.counted if layer is None or halt.resume_layer > layer]
+        n, columns = self.tokens_per_row - sum(halt.tokens for halt in gone), _columns_of(gone)
+        if columns is None:
+            return Known(n)
         left: Ranges = ((0, self.tokens_per_row),)
-        for halt in self.counted:
-            if halt.ranges is None:
-                return None
-            if layer is None or halt.resume_layer > layer:
-                for start, stop in halt.ranges:
-                    left = split_ranges(left, start, stop - start)[1]
-        return left
+        for start, stop in columns:
+            left = split_ranges(left, start, stop - start)[1]
+        return Known(n, left)
 
-    def ranges_kept(self, layer: int, mode: str, halted_after: int | None = None) -> Ranges | None:
-        """The columns that `n_kept` counts, likewise."""
+    def known_kept(self, layer: int, mode: str, halted_after: int | None = None) -> Known:
+        """Of the tokens that `kept` has; of those that halted after layer `halted_after` (None: any)."""
         if self.tokens_per_row is None or self.counted is None or self.any_kv_skipped:
-            return None
-        found = list[tuple[int, int]]()
-        for halt in self.counted:
-            if halt.missing_kv == mode and halt.resume_layer > layer and halted_after in (None, halt.layer):
-                if halt.ranges is None:
-                    return None
-                found += halt.ranges
-        return join_ranges(found)
+            return NOTHING_KNOWN
+        seen = [halt for halt in self.counted if halt.missing_kv == mode and halt.resume_layer > layer]
+        seen = [halt for halt in seen if halted_after in (None, halt.layer)]
+        return Known(sum(halt.tokens for halt in seen), _columns_of(seen))
 
     def active(self, layer: int) -> torch.Tensor:
         if not (self.any_halted or self.fusions):
@@ -167,11 +147,6 @@ Ranges = tuple[tuple[int, int], ...]
 """Columns in ascending order, as ranges: the first of each, and the one behind its last."""
 
 
-def count_of(ranges: Ranges) -> int:
-    """How many columns there are."""
-    return sum(stop - start for start, stop in ranges)
-
-
 def split_ranges(ranges: Ranges, first: int, n: int) -> tuple[Ranges, Ranges]:
     """The first `n` columns from column `first` on, and the others."""
     taken, others = list[tuple[int, int]](), list[tuple[int, int]]()
@@ -189,6 +164,21 @@ def join_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
     return tuple(sorted((start, stop) for start, stop in ranges if start < stop))
 
 
+class Known(NamedTuple):
+    """What the host knows of some tokens of a pass without asking the device.
+
+    Attributes:
+        n: how many each row has, where all rows have as many.
+        ranges: their columns, where those are the same in all rows.
+    """
+
+    n: int | None = None
+    ranges: Ranges | None = None
+
+
+NOTHING_KNOWN = Known()
+
+
 @dataclass(frozen=True)
 class CountedHalt:
     """A halt after `layer` that took as many tokens of every row: `tokens`, until `resume_layer`; later layers see of them what
@@ -199,6 +189,13 @@ class CountedHalt:
     resume_layer: int
     missing_kv: str
     ranges: Ranges | None = None
+
+
+def _columns_of(halts: Sequence[CountedHalt]) -> Ranges | None:
+    """All that they took; None: of some the host does not know."""
+    if any(halt.ranges is None for halt in halts):
+        return None
+    return join_ranges(columns for halt in halts for columns in halt.ranges or ())
 
 
 @dataclass(frozen=True)
@@ -271,7 +268,7 @@ class TokenState:
     @property
     def n_left(self) -> int | None:
         """How many of each row's tokens have not been halted; None where rows may differ or only the device knows."""
-        return self._state.n_left()
+        return self._state.left().n
 
     @property
     def size(self) -> torch.Tensor:
@@ -390,7 +387,7 @@ class TokenState:
             (mask.sum(1) == count_per_row).all(),
             f"halt(count_per_row={count_per_row}): a row's mask has another number of active tokens.",
         )
-        left, ranges = state.ranges_left(), None
+        left, ranges = state.left().ranges, None
         if left is not None and oldest_from is not None and self._view.is_prompt:
             ranges, _ = split_ranges(left, oldest_from, count_per_row)
             old = self.active & (self._view.slots >= oldest_from)

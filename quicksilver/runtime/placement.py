@@ -1,4 +1,5 @@
 """Where a model's weights are: whole and in place, elsewhere until a layer needs them (accelerate), or cut among processes (tensor parallelism).
+Also: attributes of an instance that are replaced for a while.
 
 Tensor parallelism is transformers' (`DistributedConfig(tp_plan="auto")` under torchrun): every process, a rank, has the same states and some of
 the heads. What is summed over heads is summed over ranks too, so that all of them decide the same.
@@ -98,6 +99,22 @@ def check_heads(name: str, heads: int, kv_heads: int, size: int) -> None:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this process has of a weight."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@contextmanager
+def replaced(owner: object, **attributes: Any) -> Iterator[None]:
+    """Within, the instance has these attributes; afterwards those of its own that it had before, or none."""
+    own = vars(owner)
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            if name in before:
+                own[name] = before[name]
+            else:
+                del own[name]
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -17,8 +17,9 @@ from quicksilver.runtime.cache.stores import KV, put_rows, take_rows
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.ledger import LayerWork, PassWork
 from quicksilver.runtime.module import PrecisionExecutor
-from quicksilver.runtime.pass_state import PassState, Ranges, count_of
+from quicksilver.runtime.pass_state import NOTHING_KNOWN, Known, PassState, Ranges
 from quicksilver.runtime.phases import phase
+from quicksilver.runtime.placement import replaced
 from quicksilver.runtime.translation import KVTranslator, MLPMap, PredictedKV
 from quicksilver.runtime.visibility import Visibility
 
@@ -45,12 +46,12 @@ class Packing:
 
     @classmethod
     @phase("gather")
-    def of(cls, mask: torch.Tensor, count: int | None = None, ranges: Ranges | None = None) -> Packing:
-        """mask: (B, N) bool; count: how many are set in each row, ranges: which of every row, where the host knows it."""
-        n = mask.shape[1]
-        if ranges and (width := count_of(ranges)) < n:
+    def of(cls, mask: torch.Tensor, known: Known = NOTHING_KNOWN) -> Packing:
+        """mask: (B, N) bool; known: what the host knows of those that are set."""
+        n, (count, ranges) = mask.shape[1], known
+        if ranges and count is not None and count < n:
             columns = torch.cat([torch.arange(start, stop, device=mask.device) for start, stop in ranges])
-            return cls(columns.expand(mask.shape[0], -1), None, width, ranges)
+            return cls(columns.expand(mask.shape[0], -1), None, count, ranges)
         if count is None and mask.shape[0] == 1:  # one row: who is chosen says how many
             order = mask[0].nonzero().view(1, -1)
             return cls(None, None, n) if order.shape[1] == n else cls(order, None, order.shape[1])
@@ -167,10 +168,9 @@ class MappedMLP:
     map: MLPMap
     exact: Packing
 
-    @contextmanager
-    def put_into(self, mlp: nn.Module, *, whole: bool) -> Iterator[None]:
+    def put_into(self, mlp: nn.Module, *, whole: bool) -> AbstractContextManager[None]:
         """For the length of the context; `whole`: the MLP is given all tokens, and what it returns for mapped ones is thrown away."""
-        own, original, exact = mlp.__dict__.get("forward"), mlp.forward, self.exact
+        original, exact = mlp.forward, self.exact
 
         def forward(states: torch.Tensor) -> torch.Tensor:
             """(B, A, D) -> (B, A, D)."""
@@ -180,14 +180,7 @@ class MappedMLP:
             computed = exact.take(original(states)) if whole else original(exact.take(states))
             return exact.put(mapped, exact.take(mapped), computed)
 
-        mlp.forward = forward
-        try:
-            yield
-        finally:
-            if own is None:
-                del mlp.forward
-            else:
-                mlp.forward = own
+        return replaced(mlp, forward=forward)
 
 
 @dataclass(frozen=True)
@@ -369,7 +362,7 @@ class Forward:
         self.past_lengths: list[torch.Tensor | int] = []
         self.newest_kv: KV | None = None
         self.predicted: dict[int, PredictedKV] = {}
-        self.arranged: tuple[tuple[object, ...], Arrangement] | None = None  # the planner's, for layers with the same tokens
+        self.arranged: tuple[tuple[object, ...], LayerPlan] | None = None  # the planner's, for layers with the same tokens
         self.carried: tuple[Packing, torch.Tensor] | None = None
         self._packing: Packing | None = None
         self._kept: dict[str, Packing] | None = None
@@ -438,7 +431,7 @@ class Forward:
         """The columns that take part in `layer`."""
         state = self.executed
         if self._packing is None or layer in state.resume_layers:
-            self._packing = Packing.of(state.active(layer), state.n_left(layer), state.ranges_left(layer))
+            self._packing = Packing.of(state.active(layer), state.left(layer))
             self._kept = None
         return self._packing
 
@@ -457,8 +450,7 @@ class Forward:
         state = self.executed
         if self._kept is None:
             modes = sorted(state.kept_kv - {"predict"})
-            known = {mode: (state.n_kept(layer, mode), state.ranges_kept(layer, mode)) for mode in modes}
-            self._kept = {mode: Packing.of(state.kept(layer, mode), *known[mode]) for mode in modes}
+            self._kept = {mode: Packing.of(state.kept(layer, mode), state.known_kept(layer, mode)) for mode in modes}
         return self._kept
 
     def prediction_packing(self, layer: int, source_layer: int) -> Packing:
@@ -466,8 +458,7 @@ class Forward:
         state = self.executed
         if source_layer not in self._prediction_packing:
             halted = state.kept(layer, "predict") & (state.halt_layer == source_layer - 1)
-            known = layer, "predict", source_layer - 1
-            packing = Packing.of(halted, state.n_kept(*known), state.ranges_kept(*known))
+            packing = Packing.of(halted, state.known_kept(layer, "predict", source_layer - 1))
             self._prediction_packing[source_layer] = packing
         packing = self._prediction_packing[source_layer]
         if layer in state.resume_layers:  # who takes part again has K/V of its own
@@ -501,22 +492,6 @@ class Forward:
 
 
 # -- from the state of a pass and a layer's cache to the layer's plan -------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """Where the K and V of a compact layer go and who sees them: the same for all layers with the same tokens.
-
-    Attributes:
-        own: facts of the computed tokens, (B, A) each.
-        layout, mask, own_keys_only, pieces: as in `LayerPlan`.
-    """
-
-    own: Entries
-    layout: KVLayout | None
-    mask: torch.Tensor | None
-    own_keys_only: bool
-    pieces: Pieces | None
 
 
 Pieces = tuple[tuple[int, int, int], ...]
@@ -597,20 +572,13 @@ class Planner:
                 _, entries, keep = self._new_entries(call.layer, packing, halted, None, forward.executed)
                 layout = store.plan(entries, keep, in_order=False)
             return LayerPlan("compact", packing, target=store, layout=layout, halted=halted)
-        found = self._arrangement(call, forward, packing, halted)
+        found = self._arranged(call, forward, packing, halted)
         target = self.new_store() if store is None and not found.own_keys_only else store
-        bits = found.own.get("bits")
-        if bits is not None and packing.real is not None:
-            # Padding is computed at a width its row has anyway, lest it ask for products of a width that no token has.
-            bits = torch.where(packing.real, bits, bits[:, :1])
-        return LayerPlan(
-            "compact", packing, found.own["slots"], target, found.layout, halted, found.pieces, bits, forward.mlp(call.layer, packing),
-            found.mask, found.own_keys_only,
-        )  # fmt: skip
+        return replace(found, target=target, halted=halted, mlp=forward.mlp(call.layer, packing))
 
-    def _arrangement(self, call: LayerCall, forward: Forward, packing: Packing, halted: tuple[HaltedKV, ...]) -> Arrangement:
-        """That of the layer before where nothing has changed since: sorting entries and comparing slots takes as long as a small layer's
-        products."""
+    def _arranged(self, call: LayerCall, forward: Forward, packing: Packing, halted: tuple[HaltedKV, ...]) -> LayerPlan:
+        """Where the K and V of a compact layer go and who sees them: as in the layer before where nothing has changed since, for sorting entries
+        and comparing slots takes as long as a small layer's products."""
         layer, store, state = call.layer, call.store, forward.executed
         fresh = store is None or store.slots is None
         # What it follows from where of tokens nothing but the slot is known; packings are compared as objects.
@@ -642,7 +610,13 @@ class Planner:
             all_seen = forward.n == 1 and self.visibility.one_token_sees_all(layer, forward.seen)
             assert layout is not None
             mask = self.visibility.mask(layer, own["slots"], packing.real, layout.entries, layout.valid, all_seen)
-        found = Arrangement(own, layout, mask, own_keys_only, pieces)
+        bits = own.get("bits")
+        if bits is not None and packing.real is not None:
+            # Padding is computed at a width its row has anyway, lest it ask for products of a width that no token has.
+            bits = torch.where(packing.real, bits, bits[:, :1])
+        found = LayerPlan(
+            "compact", packing, own["slots"], layout=layout, pieces=pieces, bits=bits, mask=mask, own_keys_only=own_keys_only
+        )
         forward.arranged = (of, found) if only_slots and fresh else None
         return found
 

@@ -44,6 +44,7 @@ from quicksilver.runtime.module import (
     the_span,
 )
 from quicksilver.runtime.phases import phase
+from quicksilver.runtime.placement import replaced
 from quicksilver.runtime.plan import Forward, LayerCall, LayerPlan, Machine, Planner
 from quicksilver.runtime.trace import PassTrace, Trace
 from quicksilver.runtime.view import Deciding
@@ -128,9 +129,7 @@ class Run:
         evicting = [module for module in executing if isinstance(module, EvictionPolicy) and module.evicts_cache]
         lens = lambda hidden, normed=False: this._lens(hidden, normed)
         self._deciding = Deciding(self._machine, lens, merging, evicting)
-        self._handles: list[Any] = []
-        self._previous: list[Any] = []
-        self._transformed = ExitStack()
+        self._entered = ExitStack()
         self._in_signal = False
         self._pass_lock, self._thread = threading.Lock(), 0  # held from a pass's beginning to its end, by this thread
         self.reset()
@@ -218,47 +217,36 @@ class Run:
             raise ConfigError(
                 "This model is already under quicksilver.apply; leave that context first, or give all modules at once."
             )
-        with ExitStack() as transformed:
+        with ExitStack() as entered:
             for transform in self.transforms:
-                transformed.enter_context(transform.applied(self.arch))
-            transformed.enter_context(user_prompts_only(self.arch.model, [*self.transforms, *self.modules]))
-            self._transformed = transformed.pop_all()
-        self.arch.base._quicksilver_run = self
-        base_signature = inspect.signature(self.arch.base.forward)
+                entered.enter_context(transform.applied(self.arch))
+            entered.enter_context(user_prompts_only(self.arch.model, [*self.transforms, *self.modules]))
+            entered.enter_context(replaced(self.arch.base, _quicksilver_run=self))
+            base_signature = inspect.signature(self.arch.base.forward)
 
-        def before(_: nn.Module, args: tuple, kwargs: dict) -> None:
-            self._check_unchanged()
-            bound = base_signature.bind_partial(*args, **kwargs).arguments if args else dict(kwargs)
-            self._begin(dict(bound.pop("kwargs", {})) | bound)
+            def before(_: nn.Module, args: tuple, kwargs: dict) -> None:
+                self._check_unchanged()
+                bound = base_signature.bind_partial(*args, **kwargs).arguments if args else dict(kwargs)
+                self._begin(dict(bound.pop("kwargs", {})) | bound)
 
-        # Under `torch.compile` the model's own code around the layers is compiled; which tokens are computed depends on values.
-        as_is = torch.compiler.disable
-        self._handles = [
-            self.arch.base.register_forward_pre_hook(as_is(before), with_kwargs=True),
-            self.arch.base.register_forward_hook(as_is(lambda module, args, output: self._end(output))),
-            self.arch.base.register_forward_hook(as_is(lambda module, args, output: self._leave()), always_call=True),
-            self.arch.output_head.register_forward_pre_hook(as_is(lambda module, args: self._count_head(args[0]))),
-        ]
-        if self.modules:
-            for index, layer in enumerate(self.arch.layers):
+            # Under `torch.compile` the model's own code around the layers is compiled; which tokens are computed depends on values.
+            as_is = torch.compiler.disable
+            for handle in (
+                self.arch.base.register_forward_pre_hook(as_is(before), with_kwargs=True),
+                self.arch.base.register_forward_hook(as_is(lambda module, args, output: self._end(output))),
+                self.arch.base.register_forward_hook(as_is(lambda module, args, output: self._leave()), always_call=True),
+                self.arch.output_head.register_forward_pre_hook(as_is(lambda module, args: self._count_head(args[0]))),
+            ):
+                entered.callback(handle.remove)
+            for index, layer in enumerate(self.arch.layers if self.modules else ()):
                 # accelerate (device_map) also sets forward on the instance: it is kept, called, and put back.
-                self._previous.append(layer.__dict__.get("forward"))
-                layer.forward = self._wrap(index, layer.forward)
+                entered.enter_context(replaced(layer, forward=self._wrap(index, layer.forward)))
+            self._entered = entered.pop_all()
         self._attention = self.arch.config._attn_implementation
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
-        for handle in self._handles:
-            handle.remove()
-        if self.modules:
-            for layer, previous in zip(self.arch.layers, self._previous, strict=True):
-                if previous is None:
-                    del layer.forward
-                else:
-                    layer.forward = previous
-        self._handles, self._previous = [], []
-        del self.arch.base._quicksilver_run
-        self._transformed.close()
+        self._entered.close()
         self._current = None
 
     def __reduce_ex__(self, protocol: object) -> Any:

@@ -145,8 +145,6 @@ def write(frames: dict[str, pd.DataFrame], folder: Path) -> list[Path]:
 
 
 # -- how right is the pseudo-gradient? (docs/learned-halting.md) -------------------------------------------------------------------
-
-
 class Effects(NamedTuple):
     """What decisions g ∈ {0, 1} of one forward do to the loss, all other decisions as they are.
 
@@ -237,8 +235,6 @@ def gradients(seed: SeedRuns, scenes: int = 3, tokens: int = 24) -> pd.DataFrame
 
 
 # -- time --------------------------------------------------------------------------------------------------------------------------
-
-
 class Timed(ExitStack):
     """A detector under one policy, ready to be timed. A context manager: the policy acts inside.
 
@@ -328,8 +324,6 @@ def _against(times: Any, name: str, dense: str, flops: float) -> dict[str, float
 
 
 # -- share by share --------------------------------------------------------------------------------------------------------------
-
-
 class PartsClock(SectionClock):
     """Milliseconds by part; an observer of the runtime's phases. The layers are numbered as they come."""
 
@@ -397,8 +391,6 @@ def _taken(timed: Timed, scene: Scene) -> dict[str, float]:
 
 
 # -- by size ---------------------------------------------------------------------------------------------------------------------
-
-
 def sizes(shapes: Sequence[tuple[int, int, int]] = SIZES, layers: int = 4, repeats: int = 7) -> pd.DataFrame:
     """How much of the saved operations of the encoder its time saves, by width, pillars and scenes a pass. Weights are drawn, and gates too, whose
     biases leave `LEFT` of each scene's tokens: time does not depend on what was learnt."""
@@ -440,8 +432,6 @@ def _gates_that_leave(model: PillarDetector, hidden: torch.Tensor) -> HaltingGat
 
 
 # -- the study itself ------------------------------------------------------------------------------------------------------------
-
-
 def cost(runs: SeedRuns, steps: int = 12, scenes: int = 4) -> pd.DataFrame:
     """What the study takes of one process for one seed: a row for making the scenes, one for each training, one for its evaluations and one for its
     part of the intervals. A few of each are timed, from nothing; the rest is their number. Finished detectors are evaluated: one that has learnt

@@ -283,7 +283,7 @@ class EncoderArchitecture(Architecture):
 
 
 class PillarDetector(_AsTorchDrawsIt):
-    """Features of pillars (B, N, F) -> outputs (B, N, C + 6): heat logits by class, then the regressed box (`pillars.N_REGRESSED`).
+    """Features of pillars (B, N, F) -> outputs (B, N, C + 6): heat logits by class, then the regressed box (`N_REGRESSED`).
 
     The head looks at one pillar alone. What a centre must know of its neighbours has to come through the encoder's attention.
     """

@@ -254,8 +254,6 @@ def tasks(seeds: Sequence[int], parts: Sequence[str]) -> list[Task]:
 
 
 # -- policies --------------------------------------------------------------------------------------------------------------------
-
-
 def gated(trained: Trained, threshold: float = 0.5, *, layers: int | None = None, resume_layers: int = 0) -> Policy:
     """The gates of a detector as a module of the runtime; `layers`: only the first so many gates."""
     assert trained.gates is not None
@@ -288,8 +286,6 @@ def halted_shares(found: Evaluation) -> list[float]:
 
 
 # -- evaluation ------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """One policy on all scenes.
@@ -394,8 +390,6 @@ def ap_difference(
 
 
 # -- several processes -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Workers:
     """A pool of processes, each with the scenes of one plan. A context manager: it ends them.

@@ -318,8 +318,6 @@ def _cropped(name: str, points: np.ndarray, given: list[Box], grid: Grid) -> Sce
 
 
 # --- KITTI ------------------------------------------------------------------------------------------------------------------------
-
-
 def _kitti(root: Path) -> Iterator[Frame]:
     for sweep in sorted((root / "velodyne").glob("*.bin")):
         points = _points(sweep, 4)
@@ -367,8 +365,6 @@ def _kitti_boxes(path: Path, to_lidar: np.ndarray) -> Iterator[Box]:
 
 
 # --- nuScenes ---------------------------------------------------------------------------------------------------------------------
-
-
 def _nuscenes(folder: Path, version: Path) -> Iterator[Frame]:
     """In the coordinates of the vehicle: x ahead, y to the left, z from the ground."""
     rows = {name: _table(version / f"{name}.json") for name in _TABLES}

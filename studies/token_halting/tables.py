@@ -121,8 +121,6 @@ def realized(timed: pd.DataFrame) -> pd.DataFrame:
 
 
 # -- table detection ---------------------------------------------------------------------------------------------------------------
-
-
 def _ap(key: str) -> str:
     return f"{{{key}:.3f}}\n{{{key}_low:.3f}} to {{{key}_high:.3f}}"
 
@@ -203,7 +201,6 @@ def table_detection(outcomes: Sequence[Outcome], name: str) -> Table:
 
 
 # -- table detection_time ----------------------------------------------------------------------------------------------------------
-
 PARTS, SIZES, COST = "parts", "sizes", "cost"
 LAYER = "layer "
 SEVERAL = "scenes a pass, padded to the one with the most tokens left"
@@ -308,7 +305,6 @@ def table_detection_time(outcomes: Sequence[Outcome], name: str) -> Table:
 
 
 # -- table token_halting_claims ----------------------------------------------------------------------------------------------------
-
 PAPER = "arXiv 2303.05078 (Ye et al., token halting)"
 PARETO = "Our method significantly improves the Pareto frontier of efficiency versus accuracy when compared with the existing approaches"
 NON_UNIFORM = "A non-uniform token sparsity loss is employed to improve the learning of the halting module"

@@ -6,9 +6,10 @@ import warnings
 import pytest
 import tiny
 import torch
+from drawing import RandomMLP
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from looking import Pass, architecture
+from looking import Pass
 from tiny import EVEN, LONG, RAGGED
 
 from quicksilver.baselines.eviction import HeavyHitter, SinkAttention, SlidingWindow
@@ -62,8 +63,7 @@ def test_the_threshold_of_a_confidence_decays_with_the_slot() -> None:
     after = torch.tensor([cosine, (1 - cosine**2) ** 0.5, *[0.0] * 6]).expand(1, 12, 8)
     one = Pass([12])
     policy = ConfidenceExit(threshold=0.8, temperature=3.0, horizon=10)
-    policy.bind(architecture())
-    policy.decide(*one.look(2, torch.eye(8)[0].expand(1, 12, 8), after))
+    one.ask(policy, 2, before=torch.eye(8)[0].expand(1, 12, 8), after=after)
     assert one.halted(2)[0].tolist() == [0.72 + 0.1 * math.exp(-0.3 * t) < cosine for t in range(12)]
 
 
@@ -308,6 +308,10 @@ def test_bfloat16_is_the_model_loaded_in_bfloat16(family: str) -> None:
     assert ours.logits.dtype == torch.bfloat16
     assert torch.equal(ours.logits, tiny.forward(converted, EVEN, [], chunks=[20, 4]).logits)
     assert 2 * ours.run.kv_bytes.billed == tiny.forward(model, EVEN, [], chunks=[20, 4]).run.kv_bytes.billed
+    mapping = RandomMLP(protect_first=1, protect_last=3)
+    mapped = tiny.forward(model, EVEN, [BFloat16(), mapping]).logits  # by maps that were bound in float32
+    assert torch.equal(mapped, tiny.forward(converted, EVEN, [mapping]).logits)
+    assert not torch.equal(mapped[:, 20:], ours.logits[:, 20:])
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -336,9 +340,9 @@ def generated(model, ids, **options):
     return model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0, **options)[:, ids.shape[1] :]
 
 
-def test_it_is_the_dense_models_shorter_prompt(model):
+def test_it_is_the_dense_models_shorter_prompt_and_its_states_stand_in_the_columns_that_were_given(model):
     with torch.no_grad():
-        short = model(IDS[:, -14:], use_cache=True, logits_to_keep=1)
+        short = model(IDS[:, -14:], use_cache=True)
         after = model(IDS[:, :5], past_key_values=short.past_key_values)
         with apply(model, []) as run:
             model(IDS[:, -14:], logits_to_keep=1)
@@ -347,18 +351,12 @@ def test_it_is_the_dense_models_shorter_prompt(model):
             cut = model(IDS, use_cache=True, logits_to_keep=1)
             assert run.flops == wanted
             continued = model(IDS[:, :5], past_key_values=cut.past_key_values)
-    torch.testing.assert_close(cut.logits, short.logits)
+            whole = model(IDS, use_cache=False).logits
+    torch.testing.assert_close(cut.logits, short.logits[:, -1:])
     torch.testing.assert_close(continued.logits, after.logits)
     assert cut.past_key_values.get_seq_length() == short.past_key_values.get_seq_length() == 14 + 5
-
-
-def test_states_stand_in_the_columns_of_the_prompt_as_it_was_given(model):
-    with torch.no_grad():
-        short = model(IDS[:, -14:]).logits
-        with apply(model, [PromptTruncation(keep=14)]):
-            whole = model(IDS).logits
     assert whole[:, :10].isnan().all()
-    torch.testing.assert_close(whole[:, 10:], short)
+    torch.testing.assert_close(whole[:, 10:], short.logits)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -373,12 +371,14 @@ def test_a_padded_row_is_cut_as_if_it_were_alone(model, side):
             assert torch.equal(generated(model, IDS, attention_mask=mask)[1:], generated(model, alone))
 
 
-def test_it_writes_what_the_shorter_prompt_writes(model):
+def test_it_writes_what_the_shorter_prompt_writes_and_does_not_speculate(model):
     wanted = generated(model, IDS[:, -14:])
     beams = generated(model, IDS[:, -14:], num_beams=2)
     with apply(model, [PromptTruncation(keep=14)]):
         assert torch.equal(generated(model, IDS), wanted)
         assert torch.equal(generated(model, IDS, num_beams=2), beams)
+        with tiny.refused("cuts the prompt, and speculative decoding"):
+            generated(model, IDS[:1], prompt_lookup_num_tokens=2)
     assert torch.equal(generated(model, IDS[:, -14:]), wanted)  # nothing is left behind
 
 
@@ -414,8 +414,3 @@ def test_its_null_keeps_as_many_at_random(model):
     scores = [score(model, IDS, Protocol("continuation", 24, 20), modules=[one]) for one in (PromptTruncation(), null)]
     assert scores[0].windows["executed_flops"].tolist() == scores[1].windows["executed_flops"].tolist()
     assert scores[0].nll_nats != scores[1].nll_nats
-
-
-def test_speculative_decoding_is_refused(model):
-    with apply(model, [PromptTruncation(keep=14)]), tiny.refused("cuts the prompt, and speculative decoding"):
-        generated(model, IDS[:1], prompt_lookup_num_tokens=2)

@@ -37,6 +37,9 @@ def test_maps_and_schedules_are_of_the_windows_that_are_asked_for(
     tmp_path: Path, prints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("QUICKSILVER_DATA", raising=False)  # or paragraphs are compared with every text that is there
+    monkeypatch.setattr(
+        "quicksilver.cli.commands.search.choices", lambda *_: ["own", "python-docs", "wikitext103-tagged"]
+    )  # of 28
     (tmp_path / "dataset").mkdir()
     (tmp_path / "own.txt").write_text("".join(f"Line {i} says that {i * i} is the square of {i}.\n\n" for i in range(400)))
     files = {"test": __file__, "calibration": str(tmp_path / "own.txt")}

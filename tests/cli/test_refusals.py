@@ -29,23 +29,13 @@ COMMANDS = [
     ("dev keep model=gpt2", ["model=gpt2", "quicksilver dev keep takes results_dir=FOLDER"]),
     ("dev completion fish", ["bash, or zsh"]),
     ("dev benchmark only=[everything]", ["only=everything", "break_even"]),
-    ("dev benchmark model=gpt2", ["model=gpt2"]),
-    ("doctor foo=1", ["foo=1", "data.root=/folder"]),
-    ("doctor --verbose", ["--verbose", "data.root=/folder"]),
     ("claims --model gpt2", ["'--model' is not key=value"]),
     ("budget --config-dir /nowhere save=0.3", ["--config-dir /nowhere: there is no such folder"]),
     ("budget --config-dir", ["--config-dir : there is no such folder"]),
     ("budget sav=30", ["sav=30", "Did you mean save", "halvings"]),
     ("budget save=30", ["save[0]=30", "give save=0.3 for 30%"]),
-    ("budget save=much", ["save[0]='much'", "is not a number"]),
-    ("budget save=0.3 halvings=few", ["halvings='few'", "a whole number"]),
-    ("calibrate dataset=wikitext", ["dataset=wikitext", "wikitext103"]),
     ("calibrate text=/no/such.txt", ["/no/such.txt"]),
-    ("calibrate model=folder model.path=/no/such/model model.name=x", ["/no/such/model"]),
-    ("calibrate kv=maybe", ["kv='maybe'", "true or false"]),
-    ("calibrate --model gpt2", ["--model", "key=value"]),
     ("calibrate modules=[halting]", ["modules=[halting]", "dense"]),
-    ("calibrate last_query=3", ["last_query", "last_queries"]),
     *(
         (f"{line} output=/dev/null/x{file}", ["output=/dev/null/x: nothing can be written there"])
         for line, file in (
@@ -59,11 +49,8 @@ COMMANDS = [
     ("fit protocol.window_tokens=1025 text=[python-docs]", ["protocol.window_tokens=1025", "context of 1024 tokens"]),
     ("fit protocol.window_tokens=256 text=[python-docs] distill=1", ["protocol.prompt_tokens=448", "at most 254"]),
     ("demo model=gpt2-large", ["reference-gpt2, reference-llama"]),
-    ("demo dataset=c4", ["dataset=c4"]),
     ("demo text=short", ["text has"]),
-    ("demo save=1.5", ["save=1.5"]),
     ("demo save=0.97", ["saves at most"]),
-    ("demo new_tokens=0", ["new_tokens=0"]),
     ("reproduce", ["table 11", "all"]),
     ("reproduce table", ["which table"]),
     ("reproduce table model=gpt2", ["which table"]),
@@ -71,7 +58,6 @@ COMMANDS = [
     ("reproduce table 99", ["no table 99", "Tables: 1, 2/8/12, 3, ", " 11, "]),
     ("reproduce table 22", ["no table 22 in", "There is a figure 22.", "Tables: 1, "]),
     ("reproduce table 11 model=gpt5", ["model=gpt5", "reference-gpt2", "llama2-7b"]),
-    ("reproduce table 11 dataset=python-doc", ["dataset=python-doc", "python-docs"]),
     ("reproduce table 11 protocol=all", ["protocol=all", "quicksilver run"]),
     ("reproduce table 11 modules.halting.tau_drift=p10", ["modules.halting.tau_drift=p10", "quicksilver run"]),
     ("reproduce table 11 dataset.windows=4", ["dataset.windows=4", "at least 8"]),
@@ -87,7 +73,7 @@ def test_a_command_that_makes_no_sense(line, said, refused, tmp_path, monkeypatc
 
 
 DEPTHS = ["modules=[static_depth]", "protocol=continuation", "measure=sweep", "dataset.windows=3"]
-SWEPT, DRAWN = "modules.static_depth.depth=0.2,0.5,0.8", "modules.static_depth.depth=interval(0.1,0.9)"
+SWEPT, DRAWN = "modules.static_depth.depth=0.2,0.5", "modules.static_depth.depth=interval(0.1,0.9)"
 ONE = [
     ("seed=x", "needs a whole number"),
     ("model", "'model' is not an override"),
@@ -97,10 +83,13 @@ ONE = [
     ("limit=3", "keys of a sweep"),
 ]
 SWEEPS = [
+    ("shard=true", "shard=true: one process has nobody to share windows with"),
+    ("shard=true hydra/launcher=joblib workers=1 measure=default", "cannot be shared (measure.latency reads a clock)"),
+    ("shard=true hydra/launcher=joblib records=checked", "cannot be shared (model.parallel=None, records=checked)"),
     ("name=a/b", "the name of a sweep is a folder"),
     ("limit=0", "limit=0 must be a whole number of at least 1"),
     ("seed=interval(0,1)", "a sweep needs single values"),
-    ("sead=0,1", "Did you mean"),
+    ("sead=1", "Did you mean"),
     ("limit=x", "must be a whole number"),
     ("results_dir=a,b", "one results folder"),
     ("--config-dir=/not/there", "there is no such folder"),
@@ -124,7 +113,7 @@ OPTUNA = [
 
 @pytest.mark.parametrize(("before", "word", "said"), [
     *(([], *row) for row in ONE),
-    *first(((["-m", *DEPTHS, SWEPT], *row) for row in SWEEPS), 4),
+    *first(((["-m", *DEPTHS, SWEPT], *row) for row in SWEEPS), 7),
     *first(((["-m", "hydra/sweeper=optuna", *DEPTHS, DRAWN], *row) for row in OPTUNA), 5),
 ])  # fmt: skip
 def test_a_run_or_a_sweep_that_makes_no_sense(before, word, said, words, refused, tmp_path):

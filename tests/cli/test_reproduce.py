@@ -186,27 +186,6 @@ def test_a_table_of_which_records_are_missing_never_overwrites_the_repositorys(h
 
 
 # --- against the committed table -------------------------------------------------------------------------------------------
-@pytest.fixture
-def csv(tmp_path):
-    """A copy of the committed table in a folder of one's own."""
-    (tmp_path / "tables").mkdir()
-    return Path(shutil.copy(ROOT / "results" / "tables" / "table11.csv", tmp_path / "tables"))
-
-
-@pytest.fixture
-def made(csv):
-    return pd.read_csv(csv)
-
-
-def test_the_distance_is_the_largest_over_the_rows(made):
-    other = made.copy()
-    other.loc[other["key"] == "cumulative.kv_skipping", "delta_ppl"] += [0.25, -0.5]
-    other.loc[other["key"] == "isolated.halting", "status"] = "failed"
-    said = distance(made, Committed(other, "table11.csv at HEAD"), "table11.csv")
-    rows = (made["status"] == "measured").sum() - 2
-    assert unsaid(said, f"{rows} rows compared", "at most 0.5 apart (delta_ppl)") == []
-
-
 @pytest.mark.parametrize(("there", "said"), [
     ({}, "2 rows compared, no difference"),
     ({"value": [1.0, 5.0]}, "at most 3 apart (value)"),
@@ -218,14 +197,21 @@ def test_the_distance_is_the_largest_over_the_rows(made):
 ])  # fmt: skip
 def test_only_the_same_text_weights_windows_and_columns_are_compared(there, said):
     same = {"token_digest": "a text", "weights_digest": "weights", "windows": 16}
-    here = pd.DataFrame({"key": ["a", "b"], "nothing": [None, None], "value": [1.0, 2.0], "some": [1.0, None]}).assign(**same)
-    found = distance(here, Committed(here.assign(**there), "x"), "x.csv")
-    assert said in found
-    assert ("apart" in found) == ("apart" in said)
+    frame = pd.DataFrame({"key": ["a", "b"], "nothing": [None, None], "value": [1.0, 2.0], "some": [1.0, None]}).assign(**same)
+    table = frame.assign(panel="p", status="measured", model="m", dtype="float32", data="d", tokens=9, execution="compact")
+    for here in (frame, table):  # a figure's, and a table's
+        found = distance(here, Committed(here.assign(**there), "x"), "x.csv")
+        assert said in found
+        assert ("apart" in found) == ("apart" in said)
+    other = Committed(table.assign(status=["measured", "failed"], value=[1.5, 9.0]), "x")
+    assert "1 rows compared, at most 0.5 apart (value)" in distance(table, other, "x.csv")
 
 
-def test_the_committed_version_is_that_of_head(csv, made):
+def test_the_committed_version_is_that_of_head(tmp_path):
     of_the_clone = ROOT / "results" / "tables" / "table11.csv"
+    (tmp_path / "tables").mkdir()
+    csv = Path(shutil.copy(of_the_clone, tmp_path / "tables"))
+    made = pd.read_csv(csv)
     assert committed(csv).origin == str(of_the_clone)  # in a folder of one's own, what the package's clone has
     assert committed(csv.rename(csv.with_name("own.csv"))).origin.endswith("as it stood")
     csv.with_name("own.csv").rename(csv)
@@ -240,45 +226,30 @@ def test_the_committed_version_is_that_of_head(csv, made):
 
 
 # --- README ----------------------------------------------------------------------------------------------------------------
-def test_the_readme_takes_written_tables_and_figures(tmp_path):
+@pytest.mark.parametrize("name", ["table_front", f"table_front-{VARIANTS[0].name}"])
+def test_the_readme_takes_tables_figures_rows_alone_and_the_counts_of_verdicts(tmp_path, name):
     readme, results = tmp_path / "README.md", tmp_path / "results"
-    marked = "<!-- table11:begin -->\nold\n<!-- table11:end -->\n<!-- figure08_15:begin -->\n<!-- figure08_15:end -->\n"
-    readme.write_text(f"before\n{marked}")
-    table = Written("table", "table11", "Title", (), (), legend=("a",))
-    figure = Written("figure", "figure08_15", "Title", (), (), pictures=("figure08_15.png",))
-    for written, lacks in ((table, "table 11"), (figure, "figure 8")):
+    marked = ("table11", "figure08_15", f"{name}.rows", "claims")
+    readme.write_text("before\n" + "".join(f"<!-- {one}:begin -->\nold\n<!-- {one}:end -->\n" for one in marked))
+    panel = PrintedPanel("p", "P", (Heading("", "what"),), (Section("", (PrintedRow(0, (("a",),)),)),), ("Model: m.", "Text: t."))
+    found = (f"{FOUND}it saves 4%.", "legend")
+    for lacks, folder, written in (
+        ("table 11", "tables", Written("table", "table11", "Title", (), (), legend=("a",))),
+        ("figure 8", "figures", Written("figure", "figure08_15", "Title", (), (), pictures=("figure08_15.png",))),
+        (f"table front{' model=' * ('-' in name)}", "tables", Written("table", name, "Title", ("x",), ((1,),), (panel, panel), found)),
+        ("quicksilver claims", ".", Written("table", "claims", "3 reproduced", (), ())),
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match=lacks):
             fill_readme(readme, results)
-        (results / f"{written.kind}s").mkdir(parents=True)
-        (results / f"{written.kind}s" / f"{written.name}.json").write_bytes(written.json())
+        (results / folder).mkdir(parents=True, exist_ok=True)
+        (results / folder / f"{written.name}.json").write_bytes(written.json())
     for _ in range(2):
-        assert "table11, figure08_15" in fill_readme(readme, results)
-        table, figure = readme.read_text().split("<!-- table11:end -->\n")
-        assert table == "before\n<!-- table11:begin -->\n### Title\n\n**How to read it**\n\n- a\n"
-        assert figure.splitlines()[1].endswith(f"]({results}/figures/figure08_15.png)")
-
-
-@pytest.mark.parametrize("name", ["table_front", f"table_front-{VARIANTS[0].name}"])
-def test_the_readme_takes_rows_alone_and_the_counts_of_verdicts(tmp_path, name):
-    readme, tables = tmp_path / "README.md", tmp_path / "results" / "tables"
-    readme.write_text(f"<!-- {name}.rows:begin -->\nold\n<!-- {name}.rows:end -->\n<!-- claims:begin -->\n<!-- claims:end -->\n")
-    tables.mkdir(parents=True)
-    with pytest.raises(ConfigError, match=f"quicksilver reproduce table front{' model=' * ('-' in name)}"):
-        fill_readme(readme, tmp_path / "results")
-    panel = PrintedPanel("p", "P", (Heading("", "what"),), (Section("", (PrintedRow(0, (("a",),)),)),), ("Model: m.", "Text: t."))
-    written = Written("table", name, "Title", ("x",), ((1,),), (panel, panel), (f"{FOUND}it saves 4%.", "legend"))
-    (tables / f"{name}.json").write_bytes(written.json())
-    with pytest.raises(ConfigError, match="quicksilver claims"):
-        fill_readme(readme, tmp_path / "results")
-    (tables.parent / "claims.json").write_bytes(Written("table", "claims", "3 reproduced", (), ()).json())
-    for _ in range(2):
-        fill_readme(readme, tmp_path / "results")
-        content = readme.read_text()
-        assert content.count("| a |") == 1
-        assert content.count("- It saves 4%.\n") == 1
-        assert "Model: m. Text: t." in content
-        assert "legend" not in content
-        assert "[3 reproduced]" in content
+        assert f"table11, figure08_15, {name}, claims" in fill_readme(readme, results)
+        table, figure, rows, claims, _ = readme.read_text().split(":end -->\n")
+        assert table == "before\n<!-- table11:begin -->\n### Title\n\n**How to read it**\n\n- a\n<!-- table11"
+        assert f"]({results}/figures/figure08_15.png)\n<!--" in figure
+        assert [rows.count(part) for part in ("| a |", "- It saves 4%.\n", "Model: m. Text: t.", "legend")] == [1, 1, 1, 0]
+        assert "[3 reproduced]" in claims
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------------
@@ -473,6 +444,13 @@ def test_a_ledger_that_lacks_rows_does_not_replace_the_written_one(harness, monk
     said = prints("claims", f"results_dir={harness.results}").err
     assert unsaid(said, "1 rows have no record here", "dataset=gum.") == []
     assert sorted(p.name for p in harness.results.glob("claims*")) == [f"claims-mine.{kind}" for kind in ("csv", "json", "md")]
+    # A damaged record that the written ledger names is one that is not here.
+    damaged = fakes.fingerprint("damaged")
+    (harness.results / "claims.json").write_bytes(Written("table", "claims", "T", (), (), records=(damaged,)).json())
+    folder = Store(harness.results).path(damaged)
+    folder.mkdir(parents=True)
+    (folder / "record.json").write_text("{")
+    assert "claims-mine.md" in prints("claims", f"results_dir={harness.results}").out
 
 
 def test_a_process_times_every_row_once_and_leaves_one_file(harness, reproduce, prints, monkeypatch):

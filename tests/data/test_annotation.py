@@ -27,11 +27,16 @@ GONNA = block("I'm gonna go", ("1-2", "I'm", "_", "_"), ("1", "I", "PRON", "PRP"
               ("3", "going", "VERB", "VBG"), ("4", "to", "PART", "TO"), ("4.1", "be", "_", "_"), ("5", "go", "VERB", "VB"))  # fmt: skip
 
 
+def standing(text: str, note: annotation.Annotation) -> list[str]:
+    """What stands where the spans say."""
+    return [text[start:end] for start, end in zip(note.start, note.end, strict=True)]
+
+
 # -- treebanks ---------------------------------------------------------------------------------------------------------------------
 def test_every_word_stands_where_its_span_says(tmp_path: Path):
     text, note = read_treebank(make_treebank(tmp_path), "test", "penn")
     forms = [line.split("\t")[1] for line in (tmp_path / "dep" / "two.conllu").read_text().splitlines() if "\t" in line]
-    assert [text[a:b] for a, b in zip(note.start, note.end, strict=True)] == forms
+    assert standing(text, note) == forms
     assert len(note.sentence_ids) == note.sentence.max() + 1 == 60
     assert (np.diff(note.start) > 0).all()
     other, calibrating = read_treebank(tmp_path, "calibration", "penn")
@@ -71,43 +76,37 @@ def test_auxiliaries_are_what_the_treebank_calls_so_and_the_paper_goes_by_tag():
     assert {name for entry in entries for name in entry} == set(CLASSES)
 
 
-@pytest.mark.parametrize(("content", "says"), [
+def test_what_is_no_aligned_conllu_and_a_tree_that_is_none_or_does_not_cover_its_words_are_named():
+    for content, says in (
         (block("I go", ("1", "I", "PRON", "PRP"), ("2", "went", "VERB", "VBD")), r"line 1: its words do not align.*'went' was expected at character 2"),
         (block("I go now", ("1", "I", "PRON", "PRP"), ("2", "go", "VERB", "VBP")), "'now' at character 5 is no word"),
         ("1\tI\t_\n", "line 1: 3 columns"),
         (block("I", ("2", "I", "PRON", "PRP")), "word '2' where word 1 was expected"),
         ("1\tI\t_\tPRON\tPRP\t_\t_\t_\t_\t_\n", "no `# text"),
-        ("nothing", "columns"),
         ("", "no sentence"),
         (block("I", ("1", "I", "PRON", "PRON")), r"word 1 \(I\): 'PRON' is no tag of the penn tag set.*reader=treebank-upos"),
-])  # fmt: skip
-def test_what_is_no_aligned_conllu_is_named(content: str, says: str):
-    with refused(says):
-        joined(sentences(content, "file"))
+    ):  # fmt: skip
+        with refused(says):
+            joined(sentences(content, "file"))
+    for tree, says in (
+        ("(S (NN dog))", "word 2 is 'barks' in the sentence and None"),
+        ("(S (NN dog) (VB bark))", "'bark' in the tree"),
+        ("(S (NN a))\n(S (NN b)", "tree 2: 1 brackets are not closed"),
+        (")", "tree 1: a bracket closes"),
+        ("(S (NN dog)) barks", "tree 2: 'barks' stands outside"),
+    ):
+        with refused(says):
+            joints(trees(tree, "file")[0], ["dog", "barks"], "here")
 
 
-@pytest.mark.parametrize(("tree", "says"), [
-    ("(S (NN dog))", "word 2 is 'barks' in the sentence and None"),
-    ("(S (NN dog) (VB bark))", "'bark' in the tree"),
-    ("(S (NN a))\n(S (NN b)", "tree 2: 1 brackets are not closed"),
-    (")", "tree 1: a bracket closes"),
-    ("(S (NN dog)) barks", "tree 2: 'barks' stands outside"),
-])  # fmt: skip
-def test_a_tree_that_is_none_or_does_not_cover_its_words_is_refused(tree: str, says: str):
-    with refused(says):
-        joints(trees(tree, "file")[0], ["dog", "barks"], "here")
-
-
-@pytest.mark.parametrize(("file", "content", "says"), [
-    ("const/two.ptb", "(S (NN a))", "60 sentences in dep/ and 1 trees"), ("splits.md", "# nothing", "no section 'dev'"),
-    (None, "", r"none\.conllu is missing"),
-])  # fmt: skip
-def test_a_treebank_that_is_not_whole_is_refused(file: str | None, content: str, says: str, tmp_path: Path):
-    folder = make_treebank(tmp_path / "bank")
-    if file:
-        (folder / file).write_text(content)
-    with refused(says):
-        read_treebank(folder if file else folder / "none.conllu", "test", "penn")
+def test_a_treebank_that_is_not_whole_is_refused(tmp_path: Path):
+    bank = make_treebank(tmp_path)
+    for file, says in (("const/two.ptb", "60 sentences in dep/ and 1 trees"), ("splits.md", "no section 'dev'")):
+        (bank / file).write_text("(S (NN a))")
+        with refused(says):
+            read_treebank(bank, "test", "penn")
+    with refused(r"none\.conllu is missing"):
+        read_treebank(bank / "none.conllu", "test", "penn")
 
 
 ITALIAN = block("Parla della città.", ("1", "Parla", "VERB", "V"), ("2-3", "della", "_", "_"), ("2", "di", "ADP", "E"),
@@ -116,17 +115,13 @@ JAPANESE = block("猫が見た。", ("1", "猫", "NOUN", "名詞"), ("2", "が",
                  ("4", "た", "AUX", "助動詞"), ("5", "。", "PUNCT", "補助記号"))  # fmt: skip
 
 
-@pytest.mark.parametrize(("content", "expected"), [
-    (ITALIAN, ["content", "preposition", "determiner", "content", "other"]),
-    (JAPANESE, ["content", "preposition", "content", "auxiliary", "other"]),
-], ids=["it", "ja"])  # fmt: skip
-def test_any_language_is_read_by_its_universal_tags(content: str, expected: list[str], tmp_path: Path):
+def test_any_language_is_read_by_its_universal_tags(tmp_path: Path):
     path = tmp_path / "xx-ud-test.conllu"
-    path.write_text(content, encoding="utf-8")
+    path.write_text(f"{ITALIAN}\n{JAPANESE}", encoding="utf-8")
     text = read_text(compose(["dataset=ud", f"dataset.files.test={path}"]).dataset)
-    assert classes(text.annotation).tolist() == expected
-    forms = [text.text[start:end] for start, end in zip(text.annotation.start, text.annotation.end, strict=True)]
-    assert "".join(dict.fromkeys(forms)) == text.text.replace(" ", "")  # "della" is two words and stands once
+    assert standing(text.text, text.annotation) == ["Parla", "della", "della", "città", ".", *"猫が見た。"]
+    italian = ["content", "preposition", "determiner", "content", "other"]
+    assert classes(text.annotation).tolist() == [*italian, "content", "preposition", "content", "auxiliary", "other"]
 
 
 # -- sub-words meet words by characters, however a tokenizer cuts ------------------------------------------------------------------
@@ -171,18 +166,23 @@ def config(tmp_path_factory) -> TaggerConfig:
     return TaggerConfig("perceptron", str(bank / "dep" / "one.conllu"), str(bank / "dep" / "two.conllu"))
 
 
-def test_every_word_is_tagged_where_it_stands_and_sentences_end_with_marks_and_lines(config, tmp_path):
-    note, said = tag_text(TEXT, config, None, tmp_path)
-    words = [TEXT[start:end] for start, end in zip(note.start, note.end, strict=True)]
-    assert words == TEXT.split()
+def test_every_word_is_tagged_where_it_stands_and_calibration_needs_no_tags(config, tmp_path):
+    """Sentences end with marks and lines."""
+    path = tmp_path / "wiki.tokens"
+    path.write_text(TEXT)
+    dataset = DatasetConfig("wiki", "tagged", files=FilesConfig(str(path), str(path)), tagger=config)
+    text = read_text(dataset, "test", cache=tmp_path)
+    note, words = text.annotation, TEXT.split()
+    assert text.text == TEXT
+    assert standing(TEXT, note) == words
     tags = dict(zip(words[4:12], note.tag[4:12].tolist(), strict=True))
     assert tags == {"the": "DT", "dog": "NN", "saw": "VBD", "a": "DT", "cat": "NN", "in": "IN"}
     assert note.sentence.tolist() == [0] * 4 + [1] * 9 + [2] * 6
-    assert set(classes(note)) >= {"determiner", "content", "preposition"}
     assert not note.has_trees
-    assert said.startswith("tagged by an averaged perceptron (nltk ")
-    assert said.endswith("words of two.conllu are right")
-    assert "100.0% of the" in said  # its sentences are of the same few words
+    assert text.source.startswith(f"{path}; tagged by an averaged perceptron (nltk ")
+    assert "100.0% of the" in text.source  # its sentences are of the same few words
+    assert text.source.endswith("words of two.conllu are right")
+    assert read_text(dataset, "calibration", cache=tmp_path).annotation is None
 
 
 def test_marks_that_only_wikitext_has_are_no_content_words(config):
@@ -205,17 +205,6 @@ def test_tags_are_kept_and_another_tagger_is_asked_anew(config, tmp_path, monkey
         tag_text(TEXT, replace(config, train=config.test), None, tmp_path)
 
 
-def test_the_reader_gives_text_tags_and_whose_they_are_and_calibration_needs_none(config, tmp_path):
-    path = tmp_path / "wiki.tokens"
-    path.write_text(TEXT)
-    dataset = DatasetConfig("wiki", "tagged", files=FilesConfig(str(path), str(path)), tagger=config)
-    text = read_text(dataset, "test", cache=tmp_path)
-    assert text.text == TEXT
-    assert text.annotation is not None
-    assert text.source.startswith(f"{path}; tagged by ")
-    assert read_text(dataset, "calibration", cache=tmp_path).annotation is None
-
-
 def test_a_spacy_model_is_given_the_words_as_they_are(config, monkeypatch):
     class Fake:
         name = "spaCy's fake 1"
@@ -234,11 +223,11 @@ def test_a_spacy_model_is_given_the_words_as_they_are(config, monkeypatch):
     assert said.startswith("tagged by spaCy's fake 1: ")
 
 
-@pytest.mark.parametrize(("text", "changed", "said"), [
-    (TEXT, {"name": "en_core_web_none"}, "en_core_web_none: that spaCy model is not installed.*perceptron"),
-    (TEXT, {"train": "/nowhere/train.conllu"}, "treebank /nowhere/train.conllu cannot be read"),
-    (" \n ", {}, "the text has no word to be tagged"),
-])  # fmt: skip
-def test_what_is_missing_is_named(config, text, changed, said):
-    with refused(said):
-        tag_text(text, replace(config, **changed), None, None)
+def test_what_is_missing_is_named(config):
+    for text, changed, said in (
+        (TEXT, {"name": "en_core_web_none"}, "en_core_web_none: that spaCy model is not installed.*perceptron"),
+        (TEXT, {"train": "/nowhere/train.conllu"}, "treebank /nowhere/train.conllu cannot be read"),
+        (" \n ", {}, "the text has no word to be tagged"),
+    ):
+        with refused(said):
+            tag_text(text, replace(config, **changed), None, None)

@@ -44,14 +44,8 @@ def test_a_row_becomes_a_prompt_and_a_choice(tmp_path):
 
 
 def test_choices_come_from_the_row_and_fields_may_be_renamed(tmp_path):
-    row = {
-        "premise": "It rained.",
-        "question": "effect",
-        "a": "I got wet.",
-        "b": "I sang.",
-        "label": 0,
-        "target": {"word": "rain"},
-    }
+    row = {"premise": "It rained.", "question": "effect", "a": "I got wet.", "b": "I sang.", "label": 0}
+    row["target"] = {"word": "rain"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     config = task(
         tmp_path, [], template="{word}: {premise} {question}", labels={}, choices=["a", "b"], rename={"question": {"effect": "So"}},
@@ -113,7 +107,7 @@ def test_qnli_is_divided(data_root):
     assert sorted(rows) == list(range(5463))
 
 
-@pytest.mark.parametrize("name", FROM_HUB)
+@pytest.mark.parametrize("name", first(FROM_HUB))
 def test_what_is_not_at_hand_says_so(name, data_root, monkeypatch):
     importlib.import_module("datasets")  # it keeps what it finds at its first import
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -131,9 +125,6 @@ def test_labels_are_part_of_the_identity_and_places_are_not(data_root):
     assert place.fingerprint(compose([*words, "dataset.task.examples=5"])) != whole
     assert place.fingerprint(compose([*words, "dataset.task.train.end_row=9"])) == whole
     assert place.fingerprint(compose([*words, "dataset.task.template='{sentence1} {sentence2}'"])) != whole
-
-
-def test_a_text_s_identity_knows_nothing_of_tasks():
     assert "task" not in compose([]).identity()["dataset"]
     with refused(r"the reader `task` goes with dataset\.task"):
         compose(["dataset=sst2", "dataset.reader=text"])

@@ -92,7 +92,7 @@ COSTS = {"truncated": 0.12, "predicted": 0.01, "position": 0.03, "attention": 0.
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rungs and two other models, as far as a figure asks: that they are there, and how long they were trained."""
-    trained = {"ladder-gpt2-1m": 4e6, "ladder-gpt2-8m": 5e6, "reference-llama": 8e6, **dict.fromkeys(ladder.SEEDS, 13e6)}
+    trained = {"ladder-gpt2-1m": 4e6, "ladder-gpt2-8m": 5e6, **dict.fromkeys(ladder.SEEDS, 13e6)}
     for name, tokens in trained.items():
         folder = tmp_path / "models" / name
         folder.mkdir(parents=True)
@@ -122,7 +122,7 @@ def test_the_trend_is_of_the_rungs_that_are_there_and_says_what_else_differs(mod
     made = ladder.figure(outcomes(tmp_path / "results"), "figure_ladder")
     assert made.png().startswith(b"\x89PNG")
     frame = made.frame
-    assert set(frame["panel"]) == {"ladder-gpt2-1m", "ladder-gpt2-8m", *ladder.SEEDS, "reference-llama", ladder.TREND}
+    assert set(frame["panel"]) == {"ladder-gpt2-1m", "ladder-gpt2-8m", *ladder.SEEDS, ladder.TREND}
     trends = frame[frame["panel"] == ladder.TREND].set_index("key")
     for key in trends.index:  # three doublings halve it
         assert trends.loc[key, "kl_nats_per_doubling"] == pytest.approx(-COSTS[key] / 6, rel=1e-3)
@@ -152,4 +152,3 @@ def test_without_any_record_the_figure_says_so(models: None) -> None:
     assert "One size is no trend" in said
     assert "no record: ladder-gpt2-1m dense, ladder-gpt2-1m predicted" in said
     assert pd.isna(made.frame["kl_nats"]).all()
-    assert made.png()

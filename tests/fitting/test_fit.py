@@ -2,6 +2,9 @@
 
 import hashlib
 import json
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from thinning import first
 from quicksilver.fitting.controls import FittedPrediction, OracleExit, share_that_saves, static_schedule
 from quicksilver.fitting.fit import FitCost, FitText, fit_lens, fit_mlp_maps, fit_translators, priced
 from quicksilver.fitting.schedules import KLToDense, by_kl, distill, saved_pct, search
+from quicksilver.measure.flop_counter import count_executed
 from quicksilver.models.loading import EMBEDDED
 from quicksilver.modules import Halting, Schedule, signals
 from quicksilver.modules.calibration import calibrate
@@ -26,12 +30,15 @@ def text(windows: int = 12, tokens: int = 48, seed: int = 0) -> FitText:
     return FitText(tiny.ids(windows, tokens, seed), {"texts": {}})
 
 
-def ridge(arch, layer: int, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """(1 + D, M) float64: the ridge regression of targets (T, M) on normalised states (T, D), on all data at once."""
-    normed = arch.normalised_input(layer, states)
-    x = torch.cat([torch.ones_like(normed[:, :1]), normed], dim=1).double()
-    xx = x.T @ x
-    return torch.linalg.solve(xx + 0.01 * xx.diagonal().mean() * torch.eye(len(xx)), x.T @ targets.double())
+def ridge(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(1 + D, M) float64: the ridge regression of y (T, M) on x (T, D), on all data at once; and what it leaves of y, squared: (M,)."""
+    x, y = torch.cat([torch.ones_like(x[:, :1]), x], dim=1).double(), y.double()
+    w = torch.linalg.solve(x.T @ x + 0.01 * (x.T @ x).diagonal().mean() * torch.eye(x.shape[1]), x.T @ y)
+    return w, (y - x @ w).square().sum(0)
+
+
+def is_fitted(weight: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
+    torch.testing.assert_close(weight.double(), ridge(x, y)[0], atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)
@@ -44,50 +51,37 @@ def test_streamed_sums_solve_to_the_ridge_regression_of_all_data(name: str) -> N
     for source, translator in found.items():
         parts = [part.transpose(1, 2).flatten(2).flatten(0, 1)
                  for layer in range(source + 1, arch.n_layers) for part in arch.project_kv_unrotated(layer, states[layer])]  # fmt: skip
-        wanted = ridge(arch, source, states[source].flatten(0, 1), torch.cat(parts, dim=1))
-        torch.testing.assert_close(translator.weight.flatten(1).double(), wanted, atol=1e-4, rtol=1e-3)
+        is_fitted(
+            translator.weight.flatten(1), arch.normalised_input(source, states[source].flatten(0, 1)), torch.cat(parts, dim=1)
+        )
         assert translator.weights_digest == model_digest(arch.model)
         assert translator.provenance["tokens"] == fit_on.ids.numel()
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
-def test_a_linear_mlp_is_the_ridge_regression_of_what_the_mlp_returns(name: str) -> None:
+def test_a_linear_mlp_is_a_ridge_regression_and_those_neurons_stay_that_it_explains_least(name: str) -> None:
     arch, fit_on, met = architecture_of(tiny.load(name)), text(), {}
-    found = fit_mlp_maps(arch, fit_on, [3, 1], ridge=0.01, batch_size=5)
-    assert found.layers == (1, 3)
-    for layer in found.layers:
-        with arch.mlp(layer).register_forward_hook(lambda _, args, output, at=layer: met.update({at: (args[0], output)})):
-            arch.model(fit_on.ids)
-        given, returned = (part.flatten(0, 1) for part in met[layer])
-        x = torch.cat([torch.ones_like(given[:, :1]), given], dim=1).double()
-        wanted = torch.linalg.solve(x.T @ x + 0.01 * (x.T @ x).diagonal().mean() * torch.eye(x.shape[1]), x.T @ returned.double())
-        torch.testing.assert_close(found.weight[found.layers.index(layer)].double(), wanted, atol=1e-4, rtol=1e-3)
-    with tiny.refused("layer 0 has no map"):
-        fit_mlp_maps(arch, fit_on, [0])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
-def test_those_neurons_stay_whose_output_a_linear_map_explains_least(name: str) -> None:
-    arch, fit_on, met = architecture_of(tiny.load(name)), text(), []
-    found = fit_mlp_maps(arch, fit_on, [2], neurons=4, ridge=0.01, batch_size=5)
-    with arch.mlp(2).register_forward_hook(lambda _, args, output: met.append((args[0], output))):
+    with ExitStack() as hooks:
+        for layer in (1, 3):
+            note = lambda _, args, output, at=layer: met.update({at: (args[0].flatten(0, 1), output.flatten(0, 1))})
+            hooks.enter_context(arch.mlp(layer).register_forward_hook(note))
         arch.model(fit_on.ids)
-    x, returned = (part.flatten(0, 1) for part in met[0])
-
-    def solve(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.cat([torch.ones_like(x[:, :1]), x], dim=1).double()
-        w = torch.linalg.solve(x.T @ x + 0.01 * (x.T @ x).diagonal().mean() * torch.eye(x.shape[1]), x.T @ y.double())
-        return w, (y - x @ w).square().sum(0)
-
-    every = Neurons.of(arch, 2)(x)
-    lost = solve(x, every)[1] * arch.mlp_writer(2).square().sum(1)
-    assert sorted(found.neurons[0]) == sorted(lost.topk(4).indices.tolist())
-    wanted, _ = solve(torch.cat([x, every[:, list(found.neurons[0])]], dim=1), returned)
-    torch.testing.assert_close(found.weight[0].double(), wanted, atol=1e-4, rtol=1e-3)
-    with tiny.refused("neurons=9999: an MLP of"):
-        fit_mlp_maps(arch, fit_on, [2], neurons=9999)
+    for neurons in (0, 4):
+        found = fit_mlp_maps(arch, fit_on, [3, 1], neurons=neurons, ridge=0.01, batch_size=5)
+        assert found.layers == (1, 3)
+        for i, (layer, (given, returned)) in enumerate(met.items()):
+            if neurons:
+                every, kept = Neurons.of(arch, layer)(given), list(found.neurons[i])
+                lost = ridge(given, every)[1] * arch.mlp_writer(layer).square().sum(1)
+                assert sorted(kept) == sorted(lost.topk(neurons).indices.tolist())
+                given = torch.cat([given, every[:, kept]], dim=1)
+            is_fitted(found.weight[i], given, returned)
+            stand_in = found.of_layers([layer], arch)[layer]
+            assert count_executed(partial(stand_in, met[layer][0][None])) == 12 * 48 * stand_in.flops_per_token
+    for wrong, says in (({"layers": [0]}, "layer 0 has no map"), ({"layers": [2], "neurons": 9999}, "neurons=9999: an MLP of")):
+        with tiny.refused(says):
+            fit_mlp_maps(arch, fit_on, **wrong)
 
 
 @pytest.mark.parametrize(
@@ -103,48 +97,31 @@ def test_a_frozen_model_is_run_without_gradients(fit) -> None:
     assert seen == {False}
 
 
-def test_a_fit_that_was_stopped_goes_on_and_comes_to_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arch, fit_on, checkpoint = architecture_of(tiny.load("gpt2")), text(), tmp_path / "sums.safetensors"
+def test_a_fit_that_was_stopped_goes_on_but_not_from_sums_of_other_text_or_a_torn_file(tmp_path: Path, monkeypatch) -> None:
+    arch, path, left = architecture_of(tiny.load("gpt2")), tmp_path / "sums.safetensors", []
     monkeypatch.setattr("quicksilver.fitting.fit.SAVED_EVERY_S", -1.0)
-    seen: list[int] = []
 
     def stopping(batches):
-        yield from batches[:2]
+        left.append(len(batches))
+        yield batches[0]
         raise KeyboardInterrupt
 
     def counting(batches):
-        seen.extend(map(len, batches))
+        left.append(len(batches))
         return batches
 
-    with pytest.raises(KeyboardInterrupt):
-        fit_translators(arch, fit_on, [1], batch_size=3, checkpoint=checkpoint, progress=stopping)
-    assert checkpoint.is_file()
-    resumed = fit_translators(arch, fit_on, [1], batch_size=3, checkpoint=checkpoint, progress=counting)
-    assert seen == [3, 3]
-    assert not checkpoint.exists()
-    assert torch.equal(resumed[1].weight, fit_translators(arch, fit_on, [1], batch_size=3)[1].weight)
+    def fit(seed: int, progress, checkpoint: Path | None = path) -> torch.Tensor:
+        return fit_translators(arch, text(seed=seed), [1], batch_size=3, checkpoint=checkpoint, progress=progress)[1].weight
 
-
-def test_sums_of_other_text_or_a_torn_file_are_not_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arch, path = architecture_of(tiny.load("gpt2")), tmp_path / "sums.safetensors"
-    monkeypatch.setattr("quicksilver.fitting.fit.SAVED_EVERY_S", -1.0)
-
-    def batches_left(seed: int) -> int:
-        left: list[int] = []
-
-        def stopping(batches):
-            left.append(len(batches))
-            yield batches[0]
-            raise KeyboardInterrupt
-
+    for seed, torn in ((1, False), (0, False), (0, False), (1, False), (1, True)):
+        if torn:
+            path.write_bytes(path.read_bytes()[:200])
         with pytest.raises(KeyboardInterrupt):
-            fit_translators(arch, text(seed=seed), [1], batch_size=6, checkpoint=path, progress=stopping)
-        return left[0]
-
-    assert [batches_left(0), batches_left(0)] == [2, 1]
-    assert batches_left(1) == 2
-    path.write_bytes(path.read_bytes()[:200])
-    assert batches_left(1) == 2
+            fit(seed, stopping)
+    assert left == [4, 4, 3, 4, 4]
+    assert torch.equal(fit(1, counting), fit(1, iter, None))
+    assert left[-1] == 3
+    assert not path.exists()
 
 
 SCHEDULE = Schedule(1, 0.1, 2, 1, 3)
@@ -157,30 +134,25 @@ def world(model: torch.nn.Module | None = None) -> tuple:
     return arch, Translator(2, weight, shape, model_digest(arch.model)), tiny.ids(8, 30)
 
 
-@pytest.mark.parametrize("name", first(["gpt2", "llama", "gpt_neox"]))
-def test_it_comes_nearer_to_the_dense_answers_and_leaves_the_model_alone(name: str) -> None:
+@pytest.mark.parametrize(("name", "linear"), first([("gpt2", ()), ("llama", (1,)), ("gpt_neox", ()), ("gpt2", (1,))], 2))
+def test_trained_maps_come_nearer_to_the_dense_answers_and_leave_the_model_alone(name: str, linear: tuple[int, ...]) -> None:
     arch, zeros, ids = world(tiny.build(name).requires_grad_(False))
+    schedule, maps = replace(SCHEDULE, linear_mlp=linear), tiny.random_mlp_maps(arch) if linear else None
+    options = {"steps": 20, "prompt_tokens": 24, "batch_size": 4, "learning_rate": 2e-2}
     with tiny.left_untouched(arch.model):
-        trained, _ = distill(arch, zeros, ids, [SCHEDULE], steps=40, prompt_tokens=24, batch_size=4, learning_rate=1e-2)
+        trained, mapped = distill(arch, zeros, ids, [schedule], maps=maps, **options)
     judge = KLToDense(arch, ids, prompt_tokens=24)
-    after, before = (judge.of(*SCHEDULE.modules(translator=one.bound(arch))).mean() for one in (trained, zeros))
-    assert after < 0.8 * before
-    assert trained.provenance["distilled"]["steps"] == 40
-    assert float(zeros.weight.abs().sum()) == 0
-
-
-def test_linear_mlps_are_trained_with_the_translator() -> None:
-    arch, zeros, ids = world(tiny.build("llama").requires_grad_(False))
-    maps, schedule = tiny.random_mlp_maps(arch), Schedule(1, 0.0, 2, 1, 3, linear_mlp=(1,))
-    trained = distill(arch, zeros, ids, [schedule], steps=40, prompt_tokens=24, batch_size=4, learning_rate=1e-2, maps=maps)
-    judge = KLToDense(arch, ids, prompt_tokens=24)
-    both, alone, before = (
-        judge.of(*schedule.modules(translator=one.bound(arch), maps=two)).mean()
-        for one, two in (trained, (trained[0], maps), (zeros, maps))
+    after, alone, before = (
+        judge.of(*schedule.modules(translator=one.bound(arch), maps=two or "embedded")).mean()
+        for one, two in ((trained, mapped), (trained, maps), (zeros, maps))
     )
-    assert both < alone < before
-    assert torch.equal(trained[1].weight[1:], maps.weight[1:])  # of layers that no schedule maps
-    assert trained[1].provenance["distilled"] == trained[0].provenance["distilled"]
+    assert alone < (0.9 if linear else 0.8) * before
+    assert trained.provenance["distilled"]["steps"] == 20
+    assert float(zeros.weight.abs().sum()) == 0
+    if linear:
+        assert after < alone
+        assert torch.equal(mapped.weight[1:], maps.weight[1:])  # of layers that no schedule maps
+        assert mapped.provenance["distilled"] == trained.provenance["distilled"]
 
 
 def test_the_search_takes_the_least_kl_of_what_saves_enough() -> None:
@@ -235,18 +207,13 @@ def states_and_targets(arch, ids: torch.Tensor) -> tuple[tuple[torch.Tensor, ...
     return tuple(state.flatten(0, 1) for state in found[1:]), found[-1].flatten(0, 1)
 
 
-def test_it_is_the_ridge_regression_of_the_head_s_input(arch) -> None:
+def test_it_is_the_ridge_regression_of_the_head_s_input_and_on_other_text_nearer_to_the_model_than_the_raw_lens(arch) -> None:
     made = fit_lens(arch, text(30), ridge=0.01, batch_size=7)
     states, target = states_and_targets(arch, text(30).ids)
     assert made.weight.shape == (arch.n_layers - 1, 1 + arch.width, arch.width)
     for layer in range(arch.n_layers - 1):
-        wanted = ridge(arch, layer, states[layer], target)
-        torch.testing.assert_close(made.weight[layer].double(), wanted, atol=1e-4, rtol=1e-3)
-
-
-def test_on_other_text_it_is_nearer_to_the_model_than_the_raw_lens(arch) -> None:
-    made, other = fit_lens(arch, text(60)), text(6, seed=1).ids
-    states, target = states_and_targets(arch, other)
+        is_fitted(made.weight[layer], arch.normalised_input(layer, states[layer]), target)
+    states, target = states_and_targets(arch, text(6, seed=1).ids)
     with torch.no_grad():
         own = arch.output_head(target).log_softmax(-1)
         for layer in range(arch.n_layers - 1):
@@ -279,13 +246,7 @@ def test_halting_reads_it_calibrates_on_it_and_pays_for_it(arch, tmp_path: Path,
     assert 0.4 < half < 0.6
     asked = sum(int(one.active(layer).sum()) for layer in range(first, halting.last_layer + 1))
     assert run.flops.signals == asked * 2 * arch.width * (arch.vocab_size + arch.width)
-
-
-def test_a_lens_is_of_one_model(arch, tmp_path: Path, monkeypatch) -> None:
-    made = fit_lens(arch, text(30))
-    path = tmp_path / "lens.safetensors"
-    Lens(made.weight, "of another").save(path)
-    monkeypatch.setattr(Lens, "shipped", lambda: [path])
+    Lens(made.weight, "of another").save(tmp_path / "lens.safetensors")
     with tiny.refused("none with this model"):
         Halting(tau_entropy=1.0, entropy="tuned_lens", tau_drift=None, resume_layers=0).bind(arch)
 

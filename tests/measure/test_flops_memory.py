@@ -1,8 +1,6 @@
 """Interposed FLOPs are right on operators whose count is known (on whole models: tests/runtime/test_any_run.py), and a peak of memory is seen."""
 
 import gc
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 
 import numpy as np
@@ -12,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import Batch, Does, Hashed, load
+from tiny import Does, load
 from torch.utils.flop_counter import FlopCounterMode
 
 from quicksilver.measure import attention_pairs, count_by_operator, count_executed, memory, peak_memory
 from quicksilver.measure.flop_counter import FORMULAS, aten
-from quicksilver.measure.memory import MemoryResult, paper_kv_delta_bytes, peak_tensor_bytes
+from quicksilver.measure.memory import MemoryResult, peak_tensor_bytes
 from quicksilver.records.record import load_record
 from quicksilver.runs.config import compose
 from quicksilver.runs.run import ensure
@@ -34,16 +32,17 @@ def test_attention_pairs_are_those_of_the_mask(queries: int, keys: int, causal: 
     assert attention_pairs(queries, keys, causal) == int((mask.tril() if causal else mask).sum())
 
 
-@pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_attention_counts_the_pairs_it_visits(grad: bool, dtype: torch.dtype) -> None:
+def test_fused_attention_counts_the_pairs_it_visits(dtype: torch.dtype) -> None:
     """torch's own counter gives 0 for this operator on a CPU."""
     q, kv, few = (torch.randn(2, heads, 10, 8, dtype=dtype) for heads in (4, 4, 2))
     counted = lambda kv, **options: count_executed(lambda: F.scaled_dot_product_attention(q, kv, kv, **options))
-    with torch.set_grad_enabled(grad):
-        assert counted(kv) == FULL
-        assert counted(kv, is_causal=True) == HALF
-        assert counted(kv, attn_mask=torch.ones(10, 10).bool()) == FULL  # a mask hides pairs, the kernel visits them all the same
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            assert counted(kv) == FULL
+            assert counted(kv, is_causal=True) == HALF
+            # A mask hides pairs, and the kernel visits them all the same.
+            assert counted(kv, attn_mask=torch.ones(10, 10).bool()) == FULL
     with torch.no_grad():  # grouped queries: heads are those of the queries
         assert counted(few, is_causal=True, enable_gqa=True) == HALF
 
@@ -59,19 +58,16 @@ def test_the_formulas_of_gpu_attention_read_causality_where_each_operator_keeps_
     assert FORMULAS[aten._scaled_dot_product_fused_attention_overrideable](q, q, q, None, 0.0, True) == HALF
 
 
-@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_it_counts_what_torchs_own_counter_counts(guard: Callable[[], AbstractContextManager[None]]) -> None:
+def test_it_counts_what_torchs_own_counter_counts_and_products_with_vectors() -> None:
     model, ids = load("llama"), torch.arange(1, 13).view(2, 6)
-    torchs = FlopCounterMode(display=False, custom_mapping=FORMULAS)
-    with guard():
-        with torchs:
-            model(ids)
-        found = count_by_operator(lambda: model(ids))
-    assert found == {str(operator): flops for operator, flops in torchs.get_flop_counts()["Global"].items()}
-    assert sum(found.values()) > 0
-
-
-def test_products_with_vectors_count_too() -> None:
+    for guard in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        torchs = FlopCounterMode(display=False, custom_mapping=FORMULAS)
+        with guard():
+            with torchs:
+                model(ids)
+            found = count_by_operator(lambda: model(ids))
+        assert found == {str(operator): flops for operator, flops in torchs.get_flop_counts()["Global"].items()}
+        assert sum(found.values()) > 0
     matrix, vector = torch.randn(3, 5), torch.randn(5)
     assert count_by_operator(lambda: matrix @ vector) == {"aten.mv": 30}
     assert count_by_operator(lambda: vector @ vector) == {"aten.dot": 10}
@@ -91,9 +87,7 @@ def test_a_peak_that_is_gone_afterwards_is_seen(method: str, monkeypatch: pytest
             np.ones(64 * MIB, dtype=np.uint8)
 
     result = peak_memory(allocate)
-    assert result.method == method
-    assert result.device_bytes is None
-    assert result.bytes == result.process_bytes
+    assert (result.method, result.device_bytes, result.bytes) == (method, None, result.process_bytes)
     assert result.process_bytes - result.before_bytes > 48 * MIB
     again = peak_memory(lambda: None)
     assert again.process_bytes - again.before_bytes < 16 * MIB  # the earlier peak does not linger
@@ -124,41 +118,19 @@ def test_a_peak_of_tensors_is_exact_and_quiet(capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr().err == ""
 
 
-@torch.no_grad()
-def test_cache_bytes_of_the_layers_add_up_and_the_papers_formula_is_evaluated_on_the_trace() -> None:
-    model = load("llama")
-    batch = Batch(((5, 9, 2, 33, 7, 8, 21, 4), (7, 7, 31, 5, 1, 2, 40, 8)))
-    with apply(model, []) as run:
-        assert run.kv_bytes_by_layer == []
-        model(**batch.inputs(), use_cache=True)
-        dense = run.kv_bytes_by_layer
-        assert paper_kv_delta_bytes(run.trace, run.arch, 4) == [0] * run.arch.n_layers
-    with apply(model, [Hashed(halt=0.4, missing_kv="drop")]) as run:
-        model(**batch.inputs(), use_cache=True)
-        layers = run.kv_bytes_by_layer
-        assert sum(layer.billed for layer in layers) == run.kv_bytes.billed
-        assert sum(layer.resident for layer in layers) == run.kv_bytes.resident < sum(layer.resident for layer in dense)
-        # Halted tokens that leave nothing behind: here the formula of App. J is what is really saved.
-        saved = [plain.resident - layer.resident for plain, layer in zip(dense, layers, strict=True)]
-        assert paper_kv_delta_bytes(run.trace, run.arch, 4) == saved
-        assert saved[-1] > 0
-
-
-def test_the_dense_side_of_memory_is_the_same_whether_another_run_weighed_it_before(world, tmp_path) -> None:
-    """In a process that made other runs, and in one of its own."""
-    words = [*world, "protocol=continuation", "measure.memory.enabled=true"]
-    skipping = [*words, "modules=[halting_attention]"]
-    sides = []
-    for results, configs in (("alone", [skipping]), ("after", [[*words, "modules=[random_halting]"], skipping])):
-        *_, record = ensure([compose([*one, f"results_dir={tmp_path / results}"]) for one in configs])
+def test_the_dense_side_of_memory_is_the_same_whether_another_run_weighed_it_before(words) -> None:
+    """Two runs take the number of the dense run just before them; a later one finds that record and weighs the dense model itself."""
+    words = [*words, "protocol=continuation", "measure.memory.enabled=true"]
+    *two, later = (compose([*words, f"modules=[{name}]"]) for name in ("random_halting", "halting_attention", "static_depth"))
+    records = ensure(two) + ensure([later])
+    dense = load_record(records[0].path.parent / records[0].dense_fingerprint).measured("memory", MemoryResult)
+    assert dense.peak_tensor_bytes == dense.dense_peak_tensor_bytes
+    assert dense.kv_bytes_by_layer.resident == dense.kv_bytes_by_layer.dense
+    assert sum(dense.kv_bytes_by_layer.dense) > 0
+    for record in records:
         found = record.measured("memory", MemoryResult)
-        sides.append((found.dense_peak_tensor_bytes, found.kv_bytes_by_layer.dense))
-    assert sides[0][1] == sides[1][1]
-    assert sides[0][0] == sides[1][0]
-    assert sum(sides[0][1]) > 0
-    dense = load_record(record.path.parent / record.dense_fingerprint).measured("memory", MemoryResult)
-    assert dense.peak_tensor_bytes == dense.dense_peak_tensor_bytes == sides[0][0]
-    assert dense.kv_bytes_by_layer.resident == dense.kv_bytes_by_layer.dense == sides[0][1]
+        assert found.dense_peak_tensor_bytes == dense.peak_tensor_bytes
+        assert found.kv_bytes_by_layer.dense == dense.kv_bytes_by_layer.dense
 
 
 @pytest.mark.parametrize("counts_itself", [False, True])

@@ -1,39 +1,33 @@
 """Lenses and bounds: the model's own states, what counting by hand gives, and what does not hold fails."""
 
+from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tiny
 import torch
+from thinning import first
 
 from quicksilver.measure.bench import Bench
-from quicksilver.measure.dense_states import (
-    BY_ENTROPY,
-    INEQUALITIES,
-    LOGIT_LENS,
-    ROUNDED,
-    Bounds,
-    Lenses,
-    _one,
-    _Window,
-    correlation,
-)
+from quicksilver.measure.dense_states import BY_ENTROPY, INEQUALITIES, ROUNDED, Bounds, Lenses, _one, _Window, correlation
 from quicksilver.measure.perplexity import Protocol
 from quicksilver.runtime import architecture_of
 from quicksilver.runtime.quantized.codes import quantize_dequantize
 
 IDS = tiny.ids(8, 14, seed=3)
+FAMILIES = first(["gpt2", "llama"])
 WINDOWS = SimpleNamespace(ids=IDS)
 ROW, FOLLOWED = IDS[0], 4
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_layer_is_read_as_counting_by_hand_gives(family: str) -> None:
     model = tiny.load(family)
     found = Lenses(windows=8).run(Bench(model, WINDOWS, Protocol("all", 14)))
     assert [one.layer for one in found.readings] == list(range(1, tiny.LAYERS))
-    assert {one.lens for one in found.readings} == {LOGIT_LENS}
+    assert {one.lens for one in found.readings} == {"logit lens"}
     assert "none with this model" in str(found.no_tuned_because)
     assert found.uniform_nats == pytest.approx(np.log(tiny.VOCABULARY))
     arch = architecture_of(model)
@@ -60,6 +54,11 @@ def test_every_layer_is_read_as_counting_by_hand_gives(family: str) -> None:
     assert rounded[8].error_l2 < rounded[BY_ENTROPY].error_l2 < rounded[2].error_l2
     assert not Lenses(windows=8, rounding=False).run(Bench(model, WINDOWS, Protocol("all", 14))).roundings
 
+    negative = [("logit lens", -0.5), ("tuned lens", 0.3), ("logit lens", -0.4)]
+    readings = [replace(second, lens=lens, correlation=r) for lens, r in negative]
+    said = "logit lens r -0.40 after layer 2, tuned lens r 0.30 after layer 2"
+    assert replace(found, readings=readings).line() == f"entropy against the end: {said}"
+
 
 def test_a_correlation_of_something_with_itself_is_one_and_of_a_constant_none() -> None:
     values = np.random.default_rng(0).normal(size=(9, 20))
@@ -70,7 +69,7 @@ def test_a_correlation_of_something_with_itself_is_one_and_of_a_constant_none() 
     assert low <= middle <= high
 
 
-@pytest.fixture(params=["gpt2", "llama"])
+@pytest.fixture(params=FAMILIES)
 def window(request) -> _Window:
     model = tiny.load(request.param)
     return _Window(model, architecture_of(model), ROW, FOLLOWED)
@@ -120,12 +119,11 @@ def test_a_bound_holds_where_it_is_larger():
 
 
 def test_every_inequality_is_tested_at_every_depth():
-    found = Bounds(windows=2, tokens=12, followed=3, iterations=2, depths=[0.4, 0.6]).run(
-        Bench(tiny.load("gpt2"), WINDOWS, Protocol("all", 14))
-    )
+    measurement = Bounds(windows=2, tokens=12, followed=3, iterations=2, depths=[0.4, 0.6])
+    found = measurement.run(Bench(tiny.load("gpt2"), WINDOWS, Protocol("all", 14)))
     assert len(found.gains) == tiny.LAYERS
     assert min(found.gains) > 0
-    assert {(one.inequality, one.constants) for one in found.held} == {(n, c) for n in INEQUALITIES for c in ("measured", "one")}
+    assert {(one.inequality, one.constants) for one in found.held} == {*product(INEQUALITIES, ("measured", "one"))}
     measured = found.of("fusion", "measured", found.held[0].layer)
     one = found.of("fusion", "one", measured.layer)
     assert measured.bound_ratio == pytest.approx(one.bound_ratio * found.gains[measured.layer], rel=1e-4)

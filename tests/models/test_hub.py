@@ -100,11 +100,11 @@ def test_a_run_of_a_model_and_a_text_of_the_hub(filled, tmp_path):
 
 def test_a_plan_fetches_a_shape_at_most(filled, weights, tmp_path, prints):
     words = [f"results_dir={tmp_path / 'results'}", "plan=true", "dataset.windows=64"]
-    assert "Weights: 2.88 GiB." in prints("reproduce", "table", "11", *MODEL, *WIKITEXT, *words).out
+    assert "Weights: 2.88 GiB." in prints("reproduce", "table", "7", *MODEL, *WIKITEXT, *words).out
     assert filled.asked == []
     filled.repositories["model:me/mine"] = weights
     mine = ["model=folder", "model.name=mine", "model.path=me/mine"]
-    assert "mine | wikitext103 | dense" in prints("reproduce", "table", "7", *mine, *WIKITEXT, *words).out
+    assert "mine | wikitext103 | dense" in prints("run", *mine, *WIKITEXT, *words).out
     assert [filled.fetched(name) for name in ("config.json", "safetensors", "parquet")] == [1, 0, 0]
 
 

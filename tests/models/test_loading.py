@@ -86,18 +86,20 @@ def test_weights_that_the_package_leaves_out_have_their_digest_and_say_how_to_be
     assert weights_digest(folder) != whole  # trained anew, they speak for themselves
 
 
-@pytest.mark.parametrize("lost", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_an_incomplete_folder_says_what_it_lacks(folder, lost):
-    (folder / lost).unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"pickle")  # pickled weights are none
-    with refused(r"no \*\.safetensors" if lost.startswith("model") else f"no {lost}"):
-        locate(at(folder))
-
-
-def test_a_missing_shard_is_named(folder):
-    index = {"metadata": {}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+def test_an_incomplete_folder_says_what_it_lacks(original, tmp_path):
+    index = json.dumps({"metadata": {}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
+    for lost, says in (
+        ("config.json", "no config.json"),
+        ("model.safetensors", r"no \*\.safetensors"),
+        ("tokenizer.json", "no tokenizer.json"),
+    ):
+        folder = Path(shutil.copytree(original, tmp_path / lost))
+        (folder / lost).rename(folder / "pytorch_model.bin")  # pickled weights are none
+        with refused(says):
+            locate(at(folder))
+    (folder / "pytorch_model.bin").rename(folder / "tokenizer.json")
     (folder / "model.safetensors").rename(folder / "model-1.safetensors")
-    for content, says in ((json.dumps(index), r"no model-2\.safetensors"), ("{", "an unreadable")):
+    for content, says in ((index, r"no model-2\.safetensors"), ("{", "an unreadable")):
         (folder / "model.safetensors.index.json").write_text(content)
         with refused(says):
             locate(at(folder))
@@ -135,11 +137,18 @@ def test_the_digest_is_of_contents_not_of_places_or_prose_and_files_are_read_onc
     assert weights_digest(copy) == digest
     change_config(copy, scale_attn_weights=False)
     assert digest not in (weights_digest(copy), weights_digest(make_model(tmp_path / "other", seed=1)))
-    monkeypatch.setattr("hashlib.file_digest", lambda *_: pytest.fail("read again"))
-    assert weights_digest(folder, remembered) == digest
-    (folder / "config.json").write_text("{}")
-    with pytest.raises(pytest.fail.Exception, match="read again"):
-        weights_digest(folder, remembered)
+    with monkeypatch.context() as patch:
+        patch.setattr("hashlib.file_digest", lambda *_: pytest.fail("read again"))
+        assert weights_digest(folder, remembered) == digest
+    weights, status = folder / "model.safetensors", (folder / "model.safetensors").stat()
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    for name in ("model.safetensors", "new"):  # with size and time as before: in place, and as another file that gets the name
+        (folder / name).write_bytes(bytes(content))
+        os.replace(folder / name, weights)
+        os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert weights.stat().st_size == status.st_size
+        assert weights_digest(folder, remembered) != digest
 
 
 def loaded(original, device_map):

@@ -87,8 +87,8 @@ def test_a_shipped_model_has_percentiles_without_a_file(name):
     dense = executed(loaded.model, ids, [])
     halved = executed(loaded.model, ids, [Halting(tau_drift="p50", tau_entropy=None, resume_layers=0)])
     assert 0 < halved < dense
-    presets = ([Halting.from_preset(loaded.model, save=0.3, prompt_tokens=160)], [])
-    run, dense = (executed(loaded.model, ids.repeat(1, 4), modules) for modules in presets)
+    presets = ([Halting.from_preset(loaded.model, save=0.3, prompt_tokens=80)], [])
+    run, dense = (executed(loaded.model, ids.repeat(1, 2), modules) for modules in presets)
     assert 1 - run / dense == pytest.approx(0.3, abs=0.02)
 
 

@@ -21,12 +21,7 @@ from quicksilver.runtime.cache import CacheLayer
 
 def fuse(fusion: TokenFusion, one: Pass, layer: int = 4, halted: list[list[bool]] | None = None, **seen: torch.Tensor) -> Any:
     """Ask `fusion` after `layer`, once `halted` have; the state of the pass, and the states (B, N, D) it leaves behind."""
-    fusion.bind(architecture(one.n_layers))
-    view, tokens = one.look(layer, **seen)
-    if halted is not None:
-        tokens.halt(torch.tensor(halted), missing_kv="project")
-    if fusion.acts_at(layer):
-        fusion.decide(view, tokens)
+    view = one.ask(fusion, layer, halted, **seen)
     return one.state, view.after
 
 
@@ -266,25 +261,10 @@ def test_tokens_of_diverging_contexts_stay_apart() -> None:
 
 
 # -- execution -------------------------------------------------------------------------------------------------------------------
-@torch.no_grad()
-def test_what_is_merged_while_decoding_leaves_the_cache_and_cannot_be_shuffled() -> None:
-    resident, traces = [], []
-    for decode_every in (0, 5):
-        fusion = TokenFusion(rule="capacity", start=0.4, fused_share=0.4, decode_every=decode_every, protect_first=1)
-        with apply(tiny.load("llama"), [fusion]) as run:
-            options = {"attention_mask": tiny.RAGGED.mask, "max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
-            run.arch.model.generate(tiny.RAGGED.ids, **options)
-        resident.append(run.kv_bytes.resident)
-        traces.append(run.trace)
-        assert {merge.layer for one in run.trace.passes for merge in one.merges} == (set(range(2, 5)) if decode_every else set())
-    assert resident[1] < resident[0]
-    with tiny.refused(r"merged while decoding cannot be shuffled.*decode_every=0"):
-        shuffled(traces[1], 0)
-
-
-def test_decoding_merges_exactly_its_share_whatever_the_batch() -> None:
-    """17 tokens follow the prompt: of every 8, 4 of the entries that are neither the newest nor alone go."""
-    fusion = TokenFusion(start=0.4, fused_share=0.5, decode_every=8, protect_first=0, rule="capacity")
+@pytest.mark.parametrize(("share", "gone"), [(0.5, 5 + 4 + 4), (1.0, 8 + 6 + 6)])
+def test_decoding_merges_exactly_its_share_whatever_the_batch_and_cannot_be_shuffled(share: float, gone: int) -> None:
+    """17 tokens follow a prompt of 10: of every 8, the share goes, or all entries but the newest go into one."""
+    fusion = TokenFusion(start=0.4, fused_share=share, decode_every=8, protect_first=0, rule="capacity")
     model = tiny.load("gpt2")
 
     def decode(batch: tiny.Batch) -> tuple[tiny.Outcome, list[int]]:
@@ -295,8 +275,11 @@ def test_decoding_merges_exactly_its_share_whatever_the_batch() -> None:
     together, _ = decode(tiny.Batch((tuple(range(1, 28)), tuple(range(30, 50)))))
     alone, lengths = decode(tiny.Batch((tuple(range(1, 28)),)))
     first = fusion.layers[0]
-    assert lengths == [27] * (first + 1) + [27 - 5 - 4 - 4] * (tiny.LAYERS - first - 1)
+    assert lengths == [27] * (first + 1) + [27 - gone] * (tiny.LAYERS - first - 1)
+    assert {merge.layer for one in alone.trace.passes for merge in one.merges} == set(range(first + 1, tiny.LAYERS))
     tiny.assert_close(alone.logits[0], together.logits[0], atol=2e-5)
+    with tiny.refused(r"merged while decoding cannot be shuffled.*decode_every=0"):
+        shuffled(alone.trace, 0)
 
 
 @given(st.integers(0, 99), st.integers(2, 12))

@@ -53,9 +53,8 @@ def test_capacity_halts_the_lowest_scores() -> None:
     attention = torch.tensor([[0.9, 0.1, 0.8, 0.2, 0.3, 0.7, 0.05, 0.05]])
     one = Pass([8])
     halting = capacity(signal={"name": "attention", "last_queries": 2}, schedule="one_shot", halted_share=0.5, window=(0.0, 0.5))
-    halting.bind(architecture())
+    one.ask(halting, 0, attention=attention)
     assert [halting.wants_attention(layer) for layer in range(3)] == [True, False, False]
-    halting.decide(*one.look(0, attention=attention))
     assert one.halted(0)[0].tolist() == [False, True, False, True, True, True, False, False]
 
 
@@ -76,8 +75,7 @@ def drifting(drifts: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def halted_by(halting: Halting, one: Pass, layer: int, **seen: torch.Tensor) -> list[bool]:
-    halting.bind(architecture(one.n_layers))
-    halting.decide(*one.look(layer, **seen))
+    one.ask(halting, layer, **seen)
     return one.halted(layer)[0].tolist()
 
 
@@ -99,10 +97,7 @@ def test_a_token_halts_below_both_thresholds_and_the_head_is_asked_after_the_dri
     in_bits = Halting(tau_entropy=1.0 / math.log(2), unit="bits", tau_drift=None, resume_layers=0)
     for halting in (entropy_only, in_bits):
         assert halted_by(halting, Pass([5], logits=head), 3, before=before, after=after) == [False, True, True, True, False]
-
-
-def test_states_that_are_not_numbers_never_halt_by_threshold() -> None:
-    before, after = drifting([0.05, math.nan])
+    before, after = drifting([0.05, math.nan])  # what is no number is below nothing
     assert halted_by(by_drift(10.0), Pass([2]), 3, before=before, after=after) == [True, False]
 
 
@@ -182,14 +177,9 @@ def test_presets_are_the_paper_as_printed() -> None:
 BATCH = tiny.Batch((tuple(range(1, 21)), tuple(range(30, 44))))
 
 
-def ask(skipping: KVSkipping, one: Pass, layer: int, halted: list | None = None, **seen: torch.Tensor) -> torch.Tensor:
-    """What `skipping` does after `layer`, once `halted` have: (B, N) bool, who has no K/V in the next layer."""
-    skipping.bind(architecture(one.n_layers))
-    view, tokens = one.look(layer, **seen)
-    if halted is not None:
-        tokens.halt(torch.tensor(halted), missing_kv="project")
-    if skipping.acts_at(layer):
-        skipping.decide(view, tokens)
+def skipped_by(skipping: KVSkipping, one: Pass, layer: int, halted: list | None = None, **seen: torch.Tensor) -> torch.Tensor:
+    """(B, N) bool: who has no K/V in the layer after `layer`, once `halted` have."""
+    one.ask(skipping, layer, halted, **seen)
     return one.state.valid & ~one.state.kv_present(layer + 1)
 
 
@@ -200,7 +190,7 @@ def test_halted_tokens_leave_nothing_unless_they_are_kept(data: st.DataObject) -
     halted, keep_id, keep_slot = (torch.tensor(data.draw(flags)) for _ in range(3))
     first, last = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
     skipping = KVSkipping(protect_first=first, protect_last=last, keep_ids=[1], keep_mask=keep_slot)
-    skipped = ask(skipping, Pass([n], ids=keep_id.long()[None]), 4, [halted.tolist()])
+    skipped = skipped_by(skipping, Pass([n], ids=keep_id.long()[None]), 4, [halted.tolist()])
     slots = torch.arange(n)
     assert skipped[0].tolist() == (halted & ~keep_id & ~keep_slot & (slots >= first) & (slots < n - last)).tolist()
     assert skipping.causal == (last == 0)
@@ -209,7 +199,7 @@ def test_halted_tokens_leave_nothing_unless_they_are_kept(data: st.DataObject) -
 def test_before_the_minimum_depth_nothing_is_skipped() -> None:
     """Fraction 0.5 of 10 layers: after the fifth (index 4) at the earliest."""
     for layer in range(LAYERS - 2):
-        skipped = ask(KVSkipping(min_depth=0.5, protect_first=0), Pass([3]), layer, [[True] * 3])
+        skipped = skipped_by(KVSkipping(min_depth=0.5, protect_first=0), Pass([3]), layer, [[True] * 3])
         assert bool(skipped.all()) == (layer >= 4)
 
 
@@ -219,7 +209,7 @@ def test_a_share_of_the_least_attended(lengths: list[int], extra: int, share: fl
     attention = torch.rand(one.shape, generator=torch.Generator().manual_seed(sum(lengths)))
     skipping = KVSkipping(criterion="attention", skipped_share=share, last_queries=queries, protect_first=sinks, min_depth=0.3)
     assert not skipping.causal
-    skipped = ask(skipping, one, 2, attention=attention)
+    skipped = skipped_by(skipping, one, 2, attention=attention)
     for row, n in enumerate(lengths):
         free = one.state.valid[row] & (one.slots[row] >= sinks) & (one.slots[row] < n - queries)
         k = min(math.floor(share * n + 0.5), int(free.sum()))
@@ -233,7 +223,9 @@ def test_a_share_of_the_least_attended(lengths: list[int], extra: int, share: fl
 def test_tau_kv_skips_what_is_below_it(a: float, b: float) -> None:
     attention = torch.rand(2, 9, generator=torch.Generator().manual_seed(7))
     low, high = (
-        ask(KVSkipping(criterion="attention", tau_kv=tau, last_queries=1, protect_first=0), Pass([9, 9]), 1, attention=attention)
+        skipped_by(
+            KVSkipping(criterion="attention", tau_kv=tau, last_queries=1, protect_first=0), Pass([9, 9]), 1, attention=attention
+        )
         for tau in sorted((a, b))
     )
     assert not (low & ~high).any()

@@ -34,7 +34,6 @@ from quicksilver.runtime.module import RuntimeModule
 
 HALTING = ["modules=[halting]", *(f"modules.halting.{word}" for word in ("tau_entropy=null", "tau_drift=0.3", "resume_layers=0"))]
 TWO_RULES = ["modules=[halting,halting_paper_b2]"]
-DEPLOYED = ["measure.deployment.enabled=true", "measure.deployment.prompt_tokens=8", "measure.deployment.new_tokens=2"]
 TEXT = "abc def " * 40
 PROGRESS = re.compile(r"This needs \d+ run|\[\d+/\d+\] ")
 
@@ -86,21 +85,10 @@ def door_first(attacks: Collection[str], n: int = 1, quick: int | None = None) -
 WORDS: dict[str, tuple[list[str], list[str]]] = {
     "a threshold that is no number": ([*HALTING, "modules.halting.tau_drift=nan"], ["tau_drift=nan", "finite"]),
     "a budget that is no number": (["measure.deployment.budget_ms=nan"], ["measure.deployment.budget_ms=nan is not finite"]),
-    "a budget that is no number, used": ([*DEPLOYED, "measure.deployment.budget_ms=inf"], ["measure.deployment.budget_ms=inf is not finite"]),
-    "no budget": ([*DEPLOYED, "measure.deployment.budget_ms=0"], ["measure.deployment.budget_ms=0", "above 0"]),
-    "a window of energy that is no number": (
-        ["measure.energy.enabled=true", "measure.energy.country_iso_code=DEU", "measure.energy.window_s=nan"],
-        ["measure.energy.window_s=nan is not finite"],
-    ),
-    "a huge seed": (["seed=99999999999999999999999999"], ["seed=99999999999999999999999999", "out of range"]),
+    "no budget": (["measure.deployment.enabled=true", "measure.deployment.budget_ms=0"], ["measure.deployment.budget_ms=0", "above 0"]),
     "a seed that generators refuse": ([*HALTING, "seed=18446744073709551616"], ["seed=18446744073709551616", "4294967295"]),
-    "a huge seed of a module": (
-        ["modules=[random_halting]", "modules.random_halting.seed=18446744073709551616"],
-        ["modules.random_halting.seed=18446744073709551616 is out of range"],
-    ),
     "more threads than any machine has": (["threads=100000"], ["threads=100000", "1024"]),
     "the device of tensors without data": (["model.device_map=meta"], ["model.device_map=meta", "cpu"]),
-    "a device that is not one": (["model.device_map=banana"], ["model.device_map=banana", "cpu"]),
     "a core as a device": (["model.device_map=cpu:99"], ["model.device_map=cpu:99", "cpu"]),
     "a path with a space": (["model.path='my model'"], ["model.path='my model'", "owner/name", "model.path=/folder"]),
     "an empty path": (["model.path=''"], ["model.path is empty", "model.path=/folder"]),
@@ -135,14 +123,12 @@ def test_words_that_make_no_sense(attack, way, request):
 # -- programs in a config ---------------------------------------------------------------------------------------------------------
 TARGETS = {
     "subprocess.Popen": "is not imported",
-    "os.system": "is not imported",
     "torch.nn.Linear": "no subclass of quicksilver.runtime.module.RuntimeModule",
     "quicksilver.runtime.module.TokenPolicy": "is abstract: it lacks decide",
     "quicksilver.modules.nothing": "cannot be imported",
     "'a b.C'": "is no name of a class",
     "this.c": "is not imported",  # importing it prints a poem
     "builtins.dict": "is not imported",
-    "pathlib.Path": "is not imported",
     "quicksilver.records.store.Store": "no subclass of quicksilver.runtime.module.RuntimeModule",
     "quicksilver.runtime.module.RuntimeModule": "is abstract",
     "quicksilver.modules": "is no",
@@ -174,13 +160,12 @@ def test_a_file_of_one_s_own_is_imported_only_for_a_class_that_it_has(refused, t
 
 @pytest.mark.filterwarnings("ignore:Setuptools is replacing distutils")  # where an earlier test imported that
 def test_no_program_of_an_installed_package_is_imported():
-    """`python -m package` runs `package/__main__.py`, and so would an import of it, whatever names it has."""
+    """`python -m package` runs `package/__main__.py`, and so would an import of it, whatever classes it has or imports."""
     programs = [path for path in Path(sysconfig.get_path("purelib")).glob("*/__main__.py") if path.parent.name.isidentifier()]
     assert programs
     for path in programs:
         module = f"{path.parent.name}.__main__"
-        names = {word for word in re.findall(r"\w+", path.read_text(encoding="utf-8")) if word.isidentifier()}
-        for name in sorted(names):
+        for name in {"main", *re.findall(r"\b[A-Z]\w*", path.read_text(encoding="utf-8"))}:
             with pytest.raises(ConfigError, match=r"is not imported|is no subclass|is no name|is not a class"):
                 named_class("modules.x._target_", f"{module}.{name}", RuntimeModule)
         assert module not in sys.modules
@@ -322,13 +307,10 @@ MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
     "empty weights": (write("model.safetensors", ""), "cannot be loaded: SafetensorError"),
     "the tied tensor is missing": (weights(lambda t: t.pop("transformer.wte.weight")), "no tensor for lm_head.weight and 1 more"),
     "more layers than weights": (edit(n_layer=7), "no tensor for transformer.h.6.attn.c_attn.bias and 11 more"),
-    "fewer layers than weights": (edit(n_layer=5), "no place for the tensor transformer.h.5"),
     "no layer": (edit(n_layer=0), "no place for the tensor transformer.h.0"),
-    "another width": (edit(n_embd=8), "another shape for transformer.h.0"),
     "a smaller vocabulary": (edit(vocab_size=256), "another shape for transformer.wte.weight"),
     "a word for a number": (edit(n_layer="six"), "n_layer"),
     "a config that is a list": (write("config.json", "[]"), "an unreadable config.json (a json list where an object is needed)"),
-    "a config that is null": (write("config.json", "null"), "an unreadable config.json"),
     "a tokenizer that is a list": (write("tokenizer.json", "[]"), "an unreadable tokenizer.json"),
     "a tokenizer's config that is a list": (write("tokenizer_config.json", "[]"), "an unreadable tokenizer_config.json"),
     "an index that is a list": (write("model.safetensors.index.json", "[]"), "an unreadable model.safetensors.index.json"),
@@ -375,10 +357,10 @@ def test_a_calibration_file_of_wrong_types(attack, way, request, tmp_path):
     assert unsaid(said, str(path), "quicksilver calibrate") == []
 
 
-@pytest.mark.parametrize("value", ["3", "[3]", "{a: 3}"])
-def test_a_calibration_that_is_no_path(value, refused_by_the_harness):
-    said = refused_by_the_harness(*HALTING, "modules.halting.tau_drift=p25", f"modules.halting.calibration={value}")
-    assert "must be a Calibration or a path or null" in said
+def test_a_calibration_that_is_no_path(refused_by_the_harness):
+    for value in ("3", "[3]", "{a: 3}"):
+        said = refused_by_the_harness(*HALTING, "modules.halting.tau_drift=p25", f"modules.halting.calibration={value}")
+        assert "must be a Calibration or a path or null" in said
 
 
 # -- folders and caches ------------------------------------------------------------------------------------------------------------------
@@ -405,21 +387,16 @@ def finished(world, tmp_path_factory) -> Path:
     return results
 
 
-@pytest.mark.parametrize("content", [b"[]", b"3", b"null", b'{"a": 3}', b"\xff\xfe", b"{", b"[" * 100_000])
-def test_a_damaged_cache_is_no_cache(content, finished, world):
-    for name in ("digests.json", "answers.json"):
-        (finished / "cache" / name).write_bytes(content)
-    before = sorted((finished / "runs").glob("[!.]*"))
-    (record,) = ensure([compose([*world, f"results_dir={finished}"])])
-    assert record.quality.ppl > 1
-    assert sorted((finished / "runs").glob("[!.]*")) == before  # it was found, not made again
-    assert RecordIndex(finished).get(["model=gpt2"]) is None
-
-
-def test_answers_of_a_wrong_type_are_no_answers(finished):
-    stamp = RecordIndex(finished)._stamp
-    for answers in (3, [], {"a": 3}, {"a": {"fingerprint": 3}}):
-        (finished / "cache" / "answers.json").write_text(json.dumps({"stamp": stamp, "answers": answers}))
+def test_a_damaged_cache_is_no_cache(finished, world):
+    before, config = sorted((finished / "runs").glob("[!.]*")), compose([*world, f"results_dir={finished}"])
+    stamp = json.dumps(RecordIndex(finished)._stamp)
+    wrong = [f'{{"stamp": {stamp}, "answers": {answers}}}' for answers in ("3", "[]", '{"a": 3}', '{"a": {"fingerprint": 3}}')]
+    for content in ("[]", "3", "null", '{"a": 3}', "\udcff\udcfe", "{", "[" * 100_000, *wrong):
+        for name in ("digests.json", "answers.json"):
+            (finished / "cache" / name).write_bytes(content.encode("utf-8", "surrogateescape"))
+        (record,) = ensure([config])
+        assert record.quality.ppl > 1
+        assert sorted((finished / "runs").glob("[!.]*")) == before  # it was found, not made again
         assert RecordIndex(finished)._known == {}
 
 
@@ -463,20 +440,3 @@ def test_a_table_on_a_full_or_read_only_disk_leaves_nothing_behind(number, tmp_p
         write_files(tmp_path, {"table.md": b"content"})
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["before.md"]
-
-
-def test_weights_replaced_with_the_same_size_and_time_are_seen(world, tmp_path):
-    from quicksilver.models.loading import weights_digest
-
-    source = next(word.partition("=")[2] for word in world if word.startswith("model.path="))
-    folder = Path(shutil.copytree(source, tmp_path / "model"))
-    remembered: dict[str, str] = {}
-    before, status = weights_digest(folder, remembered), (folder / "model.safetensors").stat()
-    content = bytearray((folder / "model.safetensors").read_bytes())
-    content[-1] ^= 1
-    for name in ("model.safetensors", "new"):  # in place, and as another file that gets the name
-        (folder / name).write_bytes(bytes(content))
-        os.replace(folder / name, folder / "model.safetensors")
-        os.utime(folder / "model.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns))
-        assert (folder / "model.safetensors").stat().st_size == status.st_size
-        assert weights_digest(folder, remembered) != before

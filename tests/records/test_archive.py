@@ -140,7 +140,7 @@ def test_a_kept_record_stays_unless_it_is_renewed(made, tmp_path) -> None:
     assert load_record(store.root / KEPT / record.fingerprint).quality == record.quality
 
 
-def test_a_kept_record_is_whole_without_what_is_large_and_comes_first(made) -> None:
+def test_a_kept_record_is_whole_without_what_is_large_and_comes_first(made, tmp_path) -> None:
     config, record, words = made
     store = Store(config.results_dir)
     with pytest.raises(ConfigError, match="no run 0123456789abcdef0123, 1123456789abcdef0123. A record needs"):
@@ -163,6 +163,11 @@ def test_a_kept_record_is_whole_without_what_is_large_and_comes_first(made) -> N
     assert store.get(record.fingerprint).path.parent.name == KEPT
     assert store_of(compose([*words, "records=own"])).get(record.fingerprint).path.parent.name == "runs"
     assert set(record_frame(config.results_dir).index) == {record.fingerprint, record.dense_fingerprint}
+    (clone := tmp_path / "results").mkdir()  # without runs: nothing is run unless it is asked to
+    (store.root / KEPT).rename(clone / KEPT)
+    here, own = (compose([*words, f"results_dir={clone}", *more]) for more in ([], ["records=own"]))
+    assert [[step.done for step in plan([config]).steps] for config in (here, own)] == [[True, True], [False, False]]
+    assert here.identity() == own.identity()
 
 
 def test_records_are_not_replaced_where_something_else_lies_among_them(made, tmp_path) -> None:
@@ -190,18 +195,7 @@ def test_records_are_not_replaced_where_something_else_lies_among_them(made, tmp
     assert below(store.root / "elsewhere") == before
 
 
-def test_a_kept_record_as_a_folder_has_what_the_run_wrote(made) -> None:
-    config, record, _ = made
-    with keep(Store(config.results_dir), record, TRACE).folder() as folder:
-        assert {path.name for path in folder.iterdir()} == {"record.json", "windows.parquet", PACKED_TRACE}
-        assert json.loads((folder / "record.json").read_text())["fingerprint"] == record.fingerprint
-        assert pd.read_parquet(folder / "windows.parquet").equals(record.windows)
-    assert not folder.exists()
-    with record.folder() as folder:
-        assert folder == record.path
-
-
-def test_a_trace_that_is_drawn_is_kept_packed_and_reads_as_before(made) -> None:
+def test_a_trace_that_is_drawn_is_kept_packed_and_a_folder_of_the_record_has_what_the_run_wrote(made) -> None:
     config, record, _ = made
     store = Store(config.results_dir)
     whole, size = Trace.load(record.trace_path), record.trace_path.stat().st_size
@@ -213,9 +207,16 @@ def test_a_trace_that_is_drawn_is_kept_packed_and_reads_as_before(made) -> None:
         assert TRACE not in kept.content["left_out"]
         for one, other in zip(Trace.load(kept.trace_path).passes, whole.passes, strict=True):
             assert torch.equal(one.halt_layer, other.halt_layer)
+        with kept.folder() as folder:
+            assert {path.name for path in folder.iterdir()} == {"record.json", "windows.parquet", PACKED_TRACE}
+            assert json.loads((folder / "record.json").read_text())["fingerprint"] == record.fingerprint
+            assert pd.read_parquet(folder / "windows.parquet").equals(kept.windows)
+        assert not folder.exists()
         if runs.exists():
             runs.rename(away)
     away.rename(store.runs)
+    with record.folder() as folder:
+        assert folder == record.path
     kept.trace_path.write_bytes(b"not packed")
     with pytest.raises(ConfigError, match="not a readable trace"):
         Trace.load(kept.trace_path)
@@ -263,16 +264,6 @@ def test_a_record_of_which_much_is_read_is_passed_over(looked_into, monkeypatch)
     monkeypatch.setattr("quicksilver.records.keeping._LARGE_BYTES", whole - 1)
     assert len(commit_records(store, {record.fingerprint: {f"{SIGNALS}:1.run.active"}})) == 2
     assert [path.name for path in commit_records(store, {record.fingerprint: {SIGNALS}})] == [record.dense_fingerprint]
-
-
-def test_a_clone_without_runs_runs_nothing_unless_it_is_asked_to(made, tmp_path) -> None:
-    config, record, words = made
-    (clone := tmp_path / "results").mkdir()
-    keep(Store(config.results_dir), record).path.parent.rename(clone / KEPT)
-    here = [*words, f"results_dir={clone}"]
-    assert [step.done for step in plan([compose(here)]).steps] == [True, True]
-    assert [step.done for step in plan([compose([*here, "records=own"])]).steps] == [False, False]
-    assert compose(here).identity() == compose([*here, "records=own"]).identity()
 
 
 def test_a_kept_record_that_was_changed_is_refused(made) -> None:

@@ -17,7 +17,6 @@ from quicksilver.runs.config import compose
 from quicksilver.runs.context import BESIDE, THRESHOLDS, calibration_provenance, texts_of
 from quicksilver.runtime.errors import ConfigError
 
-OF_SCHEDULES = "predicted_kv.quicksilver.schedules.yaml"
 FILES = [path for folder in BESIDE for path in sorted(EMBEDDED.glob(f"*/{folder}/*")) if path.suffix in (".yaml", ".safetensors")]
 
 
@@ -28,33 +27,28 @@ def test_every_file_of_the_package_says_which_calibrating_text_it_was_made_on(pa
     assert all(count > 0 for count in texts.values())
 
 
-def test_files_are_found_by_what_they_hold_and_percentiles_by_the_runs_own_text():
-    own = next(path for path in FILES if path.name == "schedules.yaml")
-    digests = {
-        "text": "0" * 64,
-        "gates.mine.gone.safetensors": "1" * 64,
-        OF_SCHEDULES: hashlib.sha256(own.read_bytes()).hexdigest(),
+def test_files_are_found_by_what_they_hold_and_percentiles_by_the_runs_own_text(tmp_path):
+    (tmp_path / "predicted_kv").mkdir()
+    beside = tmp_path / "predicted_kv" / "mine.yaml"  # of one's own, beside the model
+    beside.write_text("chosen_on:\n  windows: {novel: 3}\n")
+    shipped = next(path for path in FILES if path.name == "schedules.yaml")
+    digests = {"text": "0" * 64, "gates.mine.gone.safetensors": "1" * 64} | {
+        f"predicted_kv.quicksilver.{path.name}": hashlib.sha256(path.read_bytes()).hexdigest() for path in (shipped, beside)
     }
-    gone = {"gates/gone.safetensors": {}}  # it was made on something, and nothing says on what
-    found = calibration_provenance(digests, "books", {"windows": 16})
-    assert found == gone | {"predicted_kv/schedules.yaml": texts_of(own), THRESHOLDS: {"books": 16}}
+    found = calibration_provenance(digests, "books", {"windows": 16}, [tmp_path])
+    assert found == {
+        "gates/gone.safetensors": {},  # it was made on something, and nothing says on what
+        "predicted_kv/schedules.yaml": texts_of(shipped), "predicted_kv/mine.yaml": {"novel": 3}, THRESHOLDS: {"books": 16},
+    }  # fmt: skip
     assert calibration_provenance({"text": "0" * 64}, "books", None) == {}
 
 
-def test_a_file_of_ones_own_is_found_beside_the_model(tmp_path):
-    (tmp_path / "predicted_kv").mkdir()
-    own = tmp_path / "predicted_kv" / "schedules.yaml"
-    own.write_text("chosen_on:\n  windows: {novel: 3}\n")
-    digests = {OF_SCHEDULES: hashlib.sha256(own.read_bytes()).hexdigest()}
-    assert calibration_provenance(digests, "novel", None, [tmp_path]) == {"predicted_kv/schedules.yaml": {"novel": 3}}
-
-
-@pytest.mark.parametrize("content", ["schedules: {}\n", "[1, 2]\n", "chosen_on: {windows: 3}\n", "a: [\n"])
-def test_a_file_that_does_not_say_is_refused(tmp_path, content):
+def test_a_file_that_does_not_say_is_refused(tmp_path):
     path = tmp_path / "schedules.yaml"
-    path.write_text(content)
-    with pytest.raises(ConfigError, match="does not say which text it was made on"):
-        texts_of(path)
+    for content in ("schedules: {}\n", "[1, 2]\n", "chosen_on: {windows: 3}\n", "a: [\n"):
+        path.write_text(content)
+        with pytest.raises(ConfigError, match="does not say which text it was made on"):
+            texts_of(path)
 
 
 def test_notes_say_it_once_for_all_rows(tmp_path):

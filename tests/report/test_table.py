@@ -16,90 +16,79 @@ from quicksilver.report import table as tables
 from quicksilver.report.table import Column, Heading, Panel, PrintedPanel, PrintedRow, Section, Table, Written, markdown, read
 from quicksilver.runtime.errors import ConfigError
 
-PRINTED = pd.DataFrame(
+ONE, TWO = "0123456789abcdef0123", "fedcba98765432100000"
+FRAME = pd.DataFrame(
     {
         "panel": ["a", "a", "a", "b"],
         "section": ["", "One & two", "One & two", ""],
         "name": ["dense", "50% | half_way", "*star* <x>", "{braces} ~ ^ \\ # $"],
         "value": [1.0, 1 / 3, float("nan"), 123456789.123],
+        "record": [ONE, None, TWO, None],
+        "ratio": [np.inf, 1.0, 1.0, 1.0],
+        "count": np.array([1, 2, 3, 4], dtype=np.int64),
+        "lookahead": [True, False, None, None],
     }
 )
-WIDE = (
+COLUMNS = (
     Column("", "name", lambda row: (row["name"],), align="left"),
     Column("a long heading over one", "v", lambda row: (f"{row['value']:.2f}", "second line"), expendable=1),
     Column("", "w", lambda row: ("x" * 30,), expendable=2),
 )
-SHEET = Table("t", "T & more", PRINTED, (Panel("a", "Panel a", WIDE, ("note: 100%",)), Panel("b", "Panel b", WIDE)), ("legend",))
+PANELS = (Panel("a", "Panel a", COLUMNS, ("note: 100%",)), Panel("b", "Panel b", COLUMNS))
+TABLE = Table("t", "T & more", FRAME, PANELS, ("legend",), claims=("c",))
 
 
 def test_the_same_frame_gives_the_same_bytes_and_nothing_else_is_left_behind(tmp_path):
-    first = {path.name: path.read_bytes() for path in SHEET.write(tmp_path)}
-    again = dataclasses.replace(SHEET, frame=PRINTED.copy())
+    first = {path.name: path.read_bytes() for path in TABLE.write(tmp_path)}
+    again = dataclasses.replace(TABLE, frame=FRAME.copy())
     assert {path.name: path.read_bytes() for path in again.write(tmp_path)} == first
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(first) == ["t.csv", "t.json", "t.md", "t.tex"]
     assert all(b"\r" not in content and content.endswith(b"\n") for content in first.values())
-    digits = [row["value"] for row in csv.DictReader(io.StringIO(SHEET.contents()["csv"]))]
+    digits = [row["value"] for row in csv.DictReader(io.StringIO(TABLE.contents()["csv"]))]
     assert digits == ["1", "0.33333333", "", "1.2345679e+08"]  # those that matter, and none for what is missing
 
 
 def test_markdown_rows_have_one_cell_a_column():
-    text = SHEET.contents()["md"]
+    text = TABLE.contents()["md"]
     rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(rows) == 2 * 2 + len(PRINTED) + 1  # heading and rule of two panels, rows, one section
-    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {len(WIDE) + 1}
+    assert len(rows) == 2 * 2 + len(FRAME) + 1  # heading and rule of two panels, rows, one section
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {len(COLUMNS) + 1}
     assert "0.33<br>second line" in text
     assert "\\*star\\* &lt;x>" in text
 
 
 def test_latex_escapes_and_balances():
-    source = SHEET.contents()["tex"]
+    source = TABLE.contents()["tex"]
     assert r"50\% \textbar{} half\_way" in source
     assert r"\{braces\} \textasciitilde{} \textasciicircum{} \textbackslash{} \# \$" in source
     bare = re.sub(r"\\.", "", source)  # without commands and escapes
     assert bare.count("{") == bare.count("}")
     assert source.count(r"\begin{table*}") == source.count(r"\end{table*}") == 2
     rows = [line for line in source.splitlines() if line.endswith((r"\\", r"\\[2pt]")) and "multicolumn" not in line]
-    assert {len(re.findall(r"(?<!\\)&", row)) for row in rows} == {len(WIDE) - 1}
+    assert {len(re.findall(r"(?<!\\)&", row)) for row in rows} == {len(COLUMNS) - 1}
 
 
 def test_text_lines_up():
-    lines = SHEET.text().splitlines()
+    lines = TABLE.text().splitlines()
     rule = next(line for line in lines if set(line) == {"-"} and len(line) > len("Panel a"))
     heading = lines[lines.index(rule) - 1]
     row = next(line for line in lines if line.startswith("dense"))
     assert len(heading) == len(row) == len(rule)
     assert row.index("1.00") + len("1.00") == heading.index(" v ") + 2
-    assert "  50% | half_way" in SHEET.text()  # set in under its section
+    assert "  50% | half_way" in TABLE.text()  # set in under its section
     assert all(len(line) <= 150 for line in lines)
 
 
 @pytest.mark.parametrize("width", [40, 60, 72, 200])
 def test_a_narrow_terminal_loses_the_least_important_columns_and_says_so(width):
-    text = SHEET.text(width)
+    text = TABLE.text(width)
     assert max(map(len, text.splitlines())) <= width
     assert ("Narrow terminal: left out" in text) == (width < 200)
-    assert text.replace("\n", "").count("x" * 30) == len(PRINTED) * (width == 200)
+    assert text.replace("\n", "").count("x" * 30) == len(FRAME) * (width == 200)
     assert ("second line" in text) == (width >= 50)
 
 
 # --- what is written, as data -----------------------------------------------------------------------------------------------------
-ONE, TWO = "0123456789abcdef0123", "fedcba98765432100000"
-FRAME = pd.DataFrame(
-    {
-        "panel": ["a", "b", "a"],
-        "section": ["S", "", "S"],
-        "record": [ONE, None, TWO],
-        "value": [1 / 3, np.nan, np.inf],
-        "count": np.array([1, 2, 3], dtype=np.int64),
-        "lookahead": [True, False, None],
-    }
-)
-COLUMNS = (
-    Column("g", "v", lambda row: (f"{row['value']:.2f}", "below")),
-    Column("", "n", lambda row: (str(row["count"]),), "left"),
-)
-TABLE = Table("t", "A title", FRAME, (Panel("a", "A", COLUMNS, ("note",)), Panel("b", "B", COLUMNS)), ("legend",), claims=("c",))
-
 fingerprints = st.text("0123456789abcdef", min_size=20, max_size=20)
 file_names = st.from_regex(r"\w[\w.+-]{0,9}", fullmatch=True)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -134,13 +123,14 @@ def test_everything_comes_back(tmp_path_factory, written):
 
 def test_cells_stand_beside_their_values():
     written = TABLE.written()
-    (section,) = written.panels[0].sections
-    assert section.title == "S"
-    assert [(row.row, row.cells) for row in section.rows] == [(0, (("0.33", "below"), ("1",))), (2, (("inf", "below"), ("3",)))]
-    assert written.entries[0]["value"] == 0.33333333
-    assert [type(value) for value in written.rows[0]] == [str, str, str, float, int, bool]
-    assert written.rows[1][2:4] == (None, None)
-    assert written.entries[2]["value"] is None  # not finite: JSON has no such number
+    first, second = written.panels[0].sections
+    assert (first.title, second.title) == ("", "One & two")
+    assert [(row.row, row.cells[:2]) for row in second.rows] == [
+        (1, (("50% | half_way",), ("0.33", "second line"))), (2, (("*star* <x>",), ("nan", "second line")))
+    ]  # fmt: skip
+    assert written.entries[1]["value"] == 0.33333333
+    assert [type(value) for value in written.rows[1]] == [str, str, str, float, type(None), float, int, bool]
+    assert (written.entries[2]["value"], written.entries[0]["ratio"]) == (None, None)  # JSON has no such numbers
 
 
 def test_records_are_those_of_the_frame_and_those_it_was_built_from():
@@ -159,8 +149,8 @@ def test_the_markdown_is_that_of_the_table_at_any_depth(tmp_path):
     written = read(tmp_path / "t.json")
     assert markdown(written) == (tmp_path / "t.md").read_text(encoding="utf-8")
     deeper = markdown(written, level=4)
-    assert deeper.startswith("#### A title\n\n##### A\n")
-    assert deeper.replace("#### A title", "## A title").replace("##### ", "### ") == markdown(written)
+    assert deeper.startswith("#### T & more\n\n##### Panel a\n")
+    assert deeper.replace("#### T & more", "## T & more").replace("##### ", "### ") == markdown(written)
 
 
 @pytest.mark.parametrize("name", ["![x](https://example.org/x.png)", "[a](b) <img src=x>", "a\n\n# b\r\n![x](y)", "a|b *c*"])

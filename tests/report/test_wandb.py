@@ -117,7 +117,7 @@ def results(tmp_path) -> Path:
     return tmp_path
 
 
-def test_records_are_runs_in_their_sweep_with_numbers_and_files(results, sent, capsys, monkeypatch):
+def test_records_are_runs_in_their_sweep_and_tables_and_figures_are_one(results, sent, capsys, monkeypatch):
     places = {fakes.fingerprint(f"halting {i} all"): f"depths [{i}/2] depth=0.{i}" for i in (1, 2)}
     monkeypatch.setattr(collection, "labels", lambda _: places)
     assert wandb.main([f"results_dir={results}", "tracker.project=mine"]) == 1  # tables of experiments/ that are not here
@@ -133,6 +133,15 @@ def test_records_are_runs_in_their_sweep_with_numbers_and_files(results, sent, c
     said = capsys.readouterr()
     assert unsaid(said.out, "3 records, 2 tables and figures: project mine, offline", "wandb sync") == []
     assert "quicksilver reproduce table 11" in said.err
+    (pieces,) = [run for run in sent.runs if run["name"] == wandb.TABLES_AND_FIGURES]
+    assert set(pieces["logged"]) == {"table_sweeps", "figure99", "claims"}
+    assert pieces["logged"]["figure99"][1] == results / "figures" / "figure99.png"
+    assert len(pieces["logged"]["table_sweeps"][1]) == 2
+    sent_files = {path.name for path, _, _ in pieces["artefacts"]}
+    assert sent_files >= {"table_sweeps.md", "table_sweeps.csv", "figure99.json", "figure99.csv"}
+    first, sent.runs = sent.runs, []
+    wandb.publish(results, wandb.TrackerConfig(name="wandb"))
+    assert [one["id"] for one in sent.runs] == [one["id"] for one in first]  # mirrored twice, the same runs
 
 
 @pytest.mark.slow
@@ -203,19 +212,6 @@ def test_the_hint_says_what_is_waiting(tmp_path):
     assert sync_hint(wandb.TrackerConfig(name="none"), tmp_path, ["a"]) == ""
 
 
-def test_tables_and_figures_are_one_run(results, sent):
-    wandb.publish(results, wandb.TrackerConfig(name="wandb"))
-    (run,) = [run for run in sent.runs if run["name"] == wandb.TABLES_AND_FIGURES]
-    assert set(run["logged"]) == {"table_sweeps", "figure99", "claims"}
-    assert run["logged"]["figure99"][1] == results / "figures" / "figure99.png"
-    assert len(run["logged"]["table_sweeps"][1]) == 2
-    sent_files = {path.name for path, _, _ in run["artefacts"]}
-    assert sent_files >= {"table_sweeps.md", "table_sweeps.csv", "figure99.json", "figure99.csv"}
-    sys.modules["wandb"] = again = Sent()
-    wandb.publish(results, wandb.TrackerConfig(name="wandb"))
-    assert [one["id"] for one in again.runs] == [one["id"] for one in sent.runs]  # mirrored twice, the same runs
-
-
 def test_a_refusal_is_said_and_harms_nothing(results, sent, capsys):
     sent.init = Mock(side_effect=RuntimeError("no login"))
     assert wandb.main([f"results_dir={results}", "tracker.mode=online"]) == 1
@@ -236,17 +232,14 @@ def test_the_report_has_the_panels_the_sweeps_and_every_piece(results):
 
 
 def test_the_report_is_built_from_blocks(results):
-    names = (
-        "TableOfContents", "H1", "MarkdownBlock", "PanelGrid", "Runset", "ScatterPlot", "BarPlot", "MediaBrowser", "LinePlot",
-    )  # fmt: skip
-    fake = types.SimpleNamespace(**{name: lambda name=name, **about: (name, about) for name in (*names, "Report")})
+    names = "TableOfContents H1 MarkdownBlock PanelGrid Runset ScatterPlot BarPlot MediaBrowser LinePlot Report"
+    fake = types.SimpleNamespace(**{name: lambda name=name, **about: (name, about) for name in names.split()})
     _, report = wandb_report.build("mine", "me", Collection(results), fake)
     assert (report["project"], report["entity"]) == ("mine", "me")
     grids = [about for name, about in report["blocks"] if name == "PanelGrid"]
     assert len(grids) == 3
-    assert [runset["filters"] for _, runset in (grid["runsets"][0] for grid in grids) if "filters" in runset] == [
-        'Metric("group") == "sweep b2_halting"'
-    ]
+    filters = [runset["filters"] for _, runset in (grid["runsets"][0] for grid in grids) if "filters" in runset]
+    assert filters == ['Metric("group") == "sweep b2_halting"']
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -73,37 +74,43 @@ def same(one: Record, other: Record) -> None:
     assert first == second
 
 
-@pytest.fixture
-def computed(monkeypatch):
-    """The blocks that were written, and a switch that kills after so many."""
-    written: list[str] = []
-    kills: list[int] = []
+@contextmanager
+def computing() -> Iterator[SimpleNamespace]:
+    """What this process computes: the blocks that it `written`, which of them kills it, and what happens `before` and `after` each."""
+    seen = SimpleNamespace(written=[], kill_at=0, before=lambda path, block: None, after=lambda found: None)
     compute = Blocks._compute
 
     def write(self, path, block, how):
+        seen.before(path, block)
         found = compute(self, path, block, how)
-        written.append(f"{path.parents[1].name[:4]} {path.stem}")
-        if kills and len(written) == kills[0]:
-            kills.pop(0)
+        seen.written.append(f"{path.parents[1].name[:4]} {path.stem}")
+        seen.after(found)
+        if len(seen.written) == seen.kill_at:
             raise Killed
         return found
 
-    monkeypatch.setattr(Blocks, "_compute", write)
-    return written, kills
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Blocks, "_compute", write)
+        yield seen
+
+
+@pytest.fixture
+def computed():
+    with computing() as seen:
+        yield seen
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_run_that_is_killed_at_every_block_gives_the_record_of_one_that_is_not(name, whole, world, tmp_path, computed):
-    written, kills = computed
     again, record = 0, None
     while record is None and again < 100:
-        kills[:] = [len(written) + 1]
+        computed.kill_at = len(computed.written) + 1
         try:
             record = run(world, tmp_path / "results", *MODULES[name])
         except Killed:
             again += 1
     same(record, whole[name])
-    assert len(written) == len(set(written)) == again  # each block once
+    assert len(computed.written) == len(set(computed.written)) == again  # each block once
     assert again % DENSE_BLOCKS == 0
     assert again >= 2 * DENSE_BLOCKS
     assert not list(Store(tmp_path / "results").drafts.iterdir())
@@ -111,8 +118,7 @@ def test_a_run_that_is_killed_at_every_block_gives_the_record_of_one_that_is_not
 
 def test_windows_that_another_process_scored_are_counted(world, tmp_path, computed):
     """Its last block stood as `window 10 of 10`, and this one then fell back to `window 4 of 10, -5 a second`."""
-    _, kills = computed
-    kills[:] = [3]
+    computed.kill_at = 3
     with pytest.raises(Killed):
         run(world, tmp_path / "results")
     (first,) = Store(tmp_path / "results").drafts.rglob("quality-000000.block")
@@ -126,40 +132,27 @@ def test_windows_that_another_process_scored_are_counted(world, tmp_path, comput
 @settings(max_examples=thinning.draws(5))
 @given(deaths=st.lists(st.integers(1, 8), max_size=4))
 def test_wherever_it_is_killed_no_block_is_computed_twice(deaths, whole, world, tmp_path_factory):
-    results, written = tmp_path_factory.mktemp("killed"), []
-    compute = Blocks._compute
-    deaths = list(deaths)
-    with pytest.MonkeyPatch.context() as patch:
+    results, deaths = tmp_path_factory.mktemp("killed"), list(deaths)
+
+    def die(path, block):
+        if deaths and len(seen.written) >= deaths[0]:
+            deaths.pop(0)
+            raise Killed  # in the middle of a block
+
+    with computing() as seen, pytest.MonkeyPatch.context() as patch:
         patch.setattr(perplexity, "BLOCK_WINDOWS", 4)
-
-        def write(self, path, block, how):
-            if deaths and len(written) >= deaths[0]:
-                deaths.pop(0)
-                raise Killed  # in the middle of a block
-            written.append(path)
-            return compute(self, path, block, how)
-
-        patch.setattr(Blocks, "_compute", write)
-        record = None
+        seen.before, record = die, None
         while record is None:
-            try:
+            with suppress(Killed):
                 record = run(world, results, *MODULES["all"])
-            except Killed:
-                continue
     same(record, whole["all"])
-    assert len(written) == len(set(written))
+    assert len(seen.written) == len(set(seen.written))
 
 
-def test_memory_holds_one_block_at_a_time_and_one_number_for_decisions_that_are_alike(world, tmp_path, monkeypatch):
-    compute, alive, most = Blocks._compute, [], []
-
-    def write(self, path, block, how):
-        most.append(sum(one() is not None for one in alive))
-        found = compute(self, path, block, how)
-        alive.append(weakref.ref(found))
-        return found
-
-    monkeypatch.setattr(Blocks, "_compute", write)
+def test_memory_holds_one_block_at_a_time_and_one_number_for_decisions_that_are_alike(world, tmp_path, computed, monkeypatch):
+    alive, most = [], []
+    computed.before = lambda path, block: most.append(sum(one() is not None for one in alive))
+    computed.after = lambda found: alive.append(weakref.ref(found))
     traces = []
     monkeypatch.setattr(perplexity.Trace, "concat", lambda found: traces.extend(found) or found[0])
     run(world, tmp_path / "results")
@@ -171,23 +164,22 @@ def test_memory_holds_one_block_at_a_time_and_one_number_for_decisions_that_are_
 
 def killed_run(world, results: Path, computed, after: int = 4) -> list[Path]:
     """Run `all` until so many blocks are there; their files, the dense run's not."""
-    written, kills = computed
-    kills[:] = [after]
+    computed.kill_at = after
     with pytest.raises(Killed):
         run(world, results, *MODULES["all"])
-    written.clear()
+    computed.written.clear()
+    computed.kill_at = 0
     return sorted(Store(results).drafts.rglob("*.block"))
 
 
-@pytest.mark.parametrize("damage", [b"", b"nonsense", None])
-def test_a_damaged_block_is_said_and_computed_again_and_no_other(damage, whole, world, tmp_path, computed, capsys):
-    (path, *_) = killed_run(world, tmp_path / "results", computed, after=5)
-    path.write_bytes(path.read_bytes()[:-1] + b"!" if damage is None else damage)
+def test_a_damaged_block_is_said_and_computed_again_and_no_other(whole, world, tmp_path, computed, capsys):
+    path, *_ = killed_run(world, tmp_path / "results", computed, after=5)
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
     same(run(world, tmp_path / "results", *MODULES["all"]), whole["all"])
     said = [line for line in capsys.readouterr().err.splitlines() if "damaged" in line]
     assert len(said) == 1
     assert f"{path} is damaged (its digest is another): these windows are scored again" in said[0]
-    assert len(computed[0]) == 2 * DENSE_BLOCKS + DENSE_BLOCKS - 5 + 1
+    assert len(computed.written) == 2 * DENSE_BLOCKS + DENSE_BLOCKS - 5 + 1
 
 
 @pytest.mark.parametrize("other", ["code", "size"])
@@ -206,25 +198,15 @@ def test_blocks_of_other_code_or_of_another_size_are_left_alone(other, whole, wo
     assert next(iter(before)).parent.name in said[0]
 
 
-def test_a_run_of_another_seed_leaves_the_blocks_of_a_killed_one(world, tmp_path, computed):
-    killed_run(world, tmp_path / "results", computed)
-    before = sorted(Store(tmp_path / "results").drafts.rglob("*.block"))
-    run(world, tmp_path / "results", *MODULES["all"], "modules.random_halting.seed=1")
-    assert sorted(Store(tmp_path / "results").drafts.rglob("*.block")) == before
-
-
-def test_a_run_that_fails_keeps_its_blocks_and_one_that_is_done_leaves_none(world, tmp_path, computed, monkeypatch):
-    compute = Blocks._compute
-
-    def fail(self, path, block, how):
-        if len(computed[0]) == 4:
+def test_a_run_that_fails_keeps_its_blocks_and_one_that_is_done_leaves_none(world, tmp_path, computed):
+    def fail(path, block):
+        if len(computed.written) == 4:
+            computed.before = lambda path, block: None
             raise QuickSilverError("the logits are not finite")
-        return compute(self, path, block, how)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Blocks, "_compute", fail)
-        with pytest.raises(QuickSilverError, match="not finite"):
-            run(world, tmp_path / "results", *MODULES["all"])
+    computed.before = fail
+    with pytest.raises(QuickSilverError, match="not finite"):
+        run(world, tmp_path / "results", *MODULES["all"])
     (blocks,) = Store(tmp_path / "results").drafts.iterdir()
     assert len(list(blocks.rglob("*.block"))) == 4 - DENSE_BLOCKS
     record = run(world, tmp_path / "results", *MODULES["all"])
@@ -252,37 +234,31 @@ def test_a_block_is_read_as_it_was_written_or_not_at_all(rows, cut, whole):
     assert (found.rows, found.kv_bytes_billed, found.kv_bytes_resident, seconds) == (rows, 3, 4, 1.5)
     assert kept.packed(found, seconds) == file
     place = cut % len(file)
-    with pytest.raises(ValueError, match="digest"):
-        kept.unpacked(file[:place] + bytes([file[place] ^ 1]) + file[place + 1 :])
+    for damaged in (file[:place], file[:place] + bytes([file[place] ^ 1]) + file[place + 1 :]):
+        with pytest.raises(ValueError, match="digest"):
+            kept.unpacked(damaged)
 
 
 def test_two_processes_share_the_blocks_of_a_run_and_make_one_record(whole, world, tmp_path, computed, monkeypatch):
     """The second comes while the first is in its second block of the run, and does all that is free."""
-    written, _ = computed
     step, helped = plan([config_of(world, tmp_path, *MODULES["all"])]).wanted[0], []
-    compute = Blocks._compute
 
-    def second(self, path, block, how):
-        if self.folder.name == step.fingerprint and block.start == 4 and not helped:
-            helped.append(len(written))
+    def help_it():
+        making._help(step, RunContext(), Store(tmp_path), Blocks(Store(tmp_path), step.fingerprint), lambda *_: None)
+
+    def second(path, block):
+        if path.parents[1].name == step.fingerprint and block.start == 4 and not helped:
+            helped.append(len(computed.written))
             with pytest.raises(InterruptedError):  # it waits for this block, which the first has
-                making._help(step, RunContext(), Store(tmp_path), Blocks(Store(tmp_path), step.fingerprint), lambda *_: None)
-            helped.append(len(written))
-        return compute(self, path, block, how)
+                help_it()
+            helped.append(len(computed.written))
 
     monkeypatch.setattr(kept, "time", SimpleNamespace(monotonic=time.monotonic, sleep=Mock(side_effect=InterruptedError)))
-    monkeypatch.setattr(Blocks, "_compute", second)
+    computed.before = second
     same(run(world, tmp_path, *MODULES["all"]), whole["all"])
     assert helped == [DENSE_BLOCKS + 1, DENSE_BLOCKS + 2]  # the third of the first pass; it has no trace yet for the null
-    assert len(written) == len(set(written)) == 3 * DENSE_BLOCKS
-
-
-def test_who_comes_when_the_record_is_there_computes_nothing(whole, world, tmp_path, computed):
-    step = plan([config_of(world, tmp_path, *MODULES["all"])]).wanted[0]
-    run(world, tmp_path, *MODULES["all"])
-    computed[0].clear()
-    making._help(step, RunContext(), Store(tmp_path), Blocks(Store(tmp_path), step.fingerprint), lambda *_: None)
-    assert computed[0] == []
+    help_it()  # the record is there
+    assert len(computed.written) == len(set(computed.written)) == 3 * DENSE_BLOCKS
 
 
 def test_a_process_that_would_wait_for_a_run_helps_unless_a_clock_is_read(world, tmp_path, monkeypatch):

@@ -68,7 +68,7 @@ def change(record, edit) -> None:
     archive.write(folder, [*contents.values()], frames)
 
 
-def test_a_batch_is_scored_again_and_times_are_measured(clone) -> None:
+def test_a_batch_is_scored_again_times_are_measured_and_the_record_that_is_kept_says_so(clone) -> None:
     words, kept = clone
     (found,) = ensure([compose(words)])
     assert found.path.parent.name == "runs"
@@ -81,6 +81,15 @@ def test_a_batch_is_scored_again_and_times_are_measured(clone) -> None:
     assert "nats a token from the repository's record" in confirmation([found])
     assert fakes.events(found)[2:4] == ["confirm", "latency"]
     assert [step.done for step in plan([compose(words)]).steps] == [True, True]
+    store = Store(found.path.parents[1])
+    commit_records(store, {found.fingerprint: set()})
+    timed = load_record(kept.path)
+    assert timed.content["latency_ms"] == found.content["latency_ms"]
+    assert timed.quality == kept.quality
+    assert "made again; 4 of 10 windows verified identical" in confirmation([timed])
+    store.runs.rename(store.root / "away")
+    (again,) = ensure([compose(words)])
+    assert again.confirmed.agrees
 
 
 def twice_the_work(frame, content) -> None:
@@ -139,20 +148,6 @@ def test_own_measures_what_was_only_confirmed_and_takes_its_place(clone) -> None
     assert again.confirmed is None  # all of it was measured here: nothing better is to be had
 
 
-def test_a_run_that_was_timed_again_is_kept_and_says_so(clone) -> None:
-    words, before = clone
-    (found,) = ensure([compose(words)])
-    store = Store(found.path.parents[1])
-    commit_records(store, {found.fingerprint: set()})
-    kept = load_record(before.path)
-    assert kept.content["latency_ms"] == found.content["latency_ms"] != before.content["latency_ms"]
-    assert kept.quality == before.quality
-    assert "made again; 4 of 10 windows verified identical" in confirmation([kept])
-    store.runs.rename(store.root / "away")
-    (again,) = ensure([compose(words)])
-    assert again.confirmed.agrees
-
-
 @pytest.mark.parametrize("more", [[], ["measure.signals.enabled=true", "measure.signals.windows=1"]])
 def test_a_damaged_record_and_measurements_that_windows_do_not_determine_are_made(more, clone) -> None:
     words, kept = clone
@@ -164,7 +159,7 @@ def test_a_damaged_record_and_measurements_that_windows_do_not_determine_are_mad
 
 def test_calibrations_of_the_repository_are_read_where_its_records_count(clone) -> None:
     words, kept = clone
-    asks = [word for word in words if "tau_drift" not in word] + ["modules.halting.tau_drift=p50"]
+    asks = [*(word for word in words if "tau_drift" not in word and word not in TIMED), "modules.halting.tau_drift=p50"]
     config = compose(asks)
     ensure([config])
     (path,) = (Store(config.results_dir).root / CALIBRATIONS).glob("*.json")

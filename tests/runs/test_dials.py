@@ -31,7 +31,7 @@ def words(world, tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def saving(words):
-    return fit(Budget("save", 20, "prompt_nominal"), SHARE, words)
+    return fit(Budget("save", 20, "prompt_nominal"), SHARE, words, halvings=4)
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +44,13 @@ def test_the_least_of_the_dial_that_saves_enough_is_taken(saving):
     below = [step for step in saving.steps if step.value < saving.chosen.value]
     assert below
     assert all(step.reached < 20 for step in below)
-    assert saving.chosen.value - max(step.value for step in below) <= (SHARE.high - SHARE.low) / 2**6 + 1e-4
+    assert saving.chosen.value - max(step.value for step in below) <= (SHARE.high - SHARE.low) / 2**4 + 1e-4
 
 
 def test_the_search_reads_the_calibrating_text_alone_and_is_found_again(saving, words, monkeypatch):
     assert {one.data.part for step in saving.steps for one in (step.record, step.dense)} == {"calibration"}
     monkeypatch.setattr("quicksilver.runs.run._run", None)  # nothing runs
-    again = fit(saving.budget, SHARE, words)
+    again = fit(saving.budget, SHARE, words, halvings=4)
     assert [step.record.fingerprint for step in again.steps] == [step.record.fingerprint for step in saving.steps]
 
 

@@ -74,9 +74,9 @@ def test_a_row_whose_kernel_is_wrong_here_says_why_and_the_table_is_whole(words,
     assert "\n" not in rows[1].reason
 
 
-def test_a_row_whose_gates_do_not_ship_with_the_model_says_so_before_it_is_loaded(tmp_path):
-    words = ["model=far-llama", "dataset.windows=2", "protocol=continuation"]
-    answers, rows = jobs_of(tmp_path / "results", words, dense=[], learned=["modules=[learned_halting]"])
+def test_a_row_whose_gates_do_not_ship_with_the_model_says_so_before_it_is_loaded(words, tmp_path):
+    far = ["model=far-llama", "modules=[learned_halting]", f"results_dir={tmp_path / 'results'}"]
+    answers, rows = jobs_of(tmp_path / "results", ["protocol=continuation"], dense=words, learned=far)
     run_missing(rows, answers)
     assert rows[0].record is not None
     assert (rows[1].record, rows[1].error, rows[1].reason) == (None, None, "gates='predict': none ship with far-llama.")
@@ -131,14 +131,9 @@ def test_what_fails_is_left_without_a_record_and_the_others_go_on(two_texts, mon
     assert len(list(records.glob("*/record.json"))) == 3
 
 
-def test_what_reads_a_clock_or_may_be_large_is_made_alone():
-    docs = ["dataset=python-docs", "measure=sweep"]
-    more = ([], ["measure=default"], ["dataset.windows=4"], ["model.path=/folder"], ["threads=2"], [])
-    assert side_by_side.groups([compose([*docs, *words]) for words in more]) == [[0, 5], [2]]
-
-
-def test_many_runs_of_one_text_are_shared_and_the_longest_share_begins(monkeypatch):
+def test_runs_of_one_text_are_shared_and_what_reads_a_clock_or_may_be_large_is_made_alone(monkeypatch):
     monkeypatch.setattr(side_by_side, "SHARE", 2)
-    more = ([], ["dataset.windows=16"], ["protocol=continuation"])
-    short, other, prompted = (compose(["dataset=python-docs", "dataset.windows=4", "measure=sweep", *one]) for one in more)
-    assert side_by_side.groups([short, other, short, short, prompted]) == [[1], [0, 2], [3], [4]]
+    alone = (["measure=default"], ["model.path=/folder"], ["threads=2"])
+    more = ([], ["dataset.windows=null"], ["dataset.windows=16"], *alone, [], [], ["protocol=continuation"])
+    asked = ["dataset=python-docs", "dataset.windows=4", "measure=sweep"]  # those of most windows first
+    assert side_by_side.groups([compose([*asked, *words]) for words in more]) == [[1], [2], [0, 6], [7], [8]]

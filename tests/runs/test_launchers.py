@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+from functools import cache
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -19,40 +21,42 @@ from quicksilver.cli import main as console
 from quicksilver.cli import sweeping
 from quicksilver.records.record import record_frame
 from quicksilver.runs import launchers
-from quicksilver.runs.choices import config_dir
+from quicksilver.runs.choices import choices
 from quicksilver.runs.config import compose, hydra_started
 from quicksilver.runs.context import RunContext
 from quicksilver.runs.sweep import Manifest, Sweep
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
-NAMES = ["joblib", "ray", "submitit_local", "submitit_slurm"]
 DEPTHS = ["modules=[static_depth]", "modules.static_depth.depth=0.2,0.5,0.8", "measure=sweep", "dataset.windows=3", "name=depths"]
 
 
+@cache
 def settings_of(*words: str):
     with hydra_started():
         return sweeping._settings(words, [])
 
 
-def test_there_are_these_launchers_and_each_composes(subtests):
-    assert sorted(path.stem for path in (config_dir() / "hydra" / "launcher").glob("*.yaml")) == NAMES
-    for name in NAMES:
+def test_every_launcher_composes(subtests):
+    for name in choices("hydra/launcher"):
         with subtests.test(name):
             settings = settings_of(f"hydra/launcher={name}", "hydra.launcher.workers=3")
             assert launchers.launcher_name(settings) == name
             assert settings.launcher._target_.startswith(f"hydra_plugins.hydra_{name.split('_')[0]}_launcher.")
             assert settings.launcher.workers == 3
-    assert settings.launcher.mem_gb is None
     with pytest.raises(ConfigError):
         settings_of("hydra/launcher=joblib", "hydra.launcher.jobs=3")
+
+
+def program(folder: Path, name: str, answer: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{answer}\n")
+    (folder / name).chmod(0o755)
 
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
     """Programs of a Slurm that has two partitions and a node, called as the launcher's check calls them."""
-    for name, answer in {"sbatch": "", "sinfo": 'case "$*" in *Node*) echo node-7;; *) printf "cpu\\ngpu\\n";; esac'}.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{answer}\n")
-        (tmp_path / name).chmod(0o755)
+    program(tmp_path, "sbatch", "")
+    program(tmp_path, "sinfo", 'case "$*" in *Node*) echo node-7;; *) printf "cpu\\ngpu\\n";; esac')
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     return tmp_path
 
@@ -93,7 +97,7 @@ def test_no_slurm_one_that_does_not_answer_and_a_folder_that_its_nodes_cannot_se
         checked(SLURM, results="/dev/shm/results")
     monkeypatch.setattr(launchers.lease, "host_name", lambda: "node-7")
     assert checked(SLURM, results="/dev/shm/results") == 4
-    (cluster / "sinfo").write_text("#!/bin/sh\necho 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1\n")
+    program(cluster, "sinfo", "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1")
     with pytest.raises(ConfigError, match="does not answer: slurm_load_partitions: Unable to contact"):
         checked(SLURM)
     monkeypatch.setattr(launchers.shutil, "which", lambda _: None)
@@ -115,11 +119,22 @@ def test_a_worker_that_does_not_see_the_manifest_says_so_and_makes_nothing(tmp_p
         sweeping.Worker(str(tmp_path / "elsewhere"), "depths", (1, 2))()
 
 
-def test_a_worker_makes_what_is_left(words, tmp_path, capsys):
-    assert console.main(["run", "-m", *words, *DEPTHS, "limit=1"]) == 0
-    assert sweeping.Worker(str(tmp_path / "results"), "depths", (1, 2))() == 1
-    states = [state.state for state in Sweep.load(tmp_path / "results", "depths").states()]
-    assert states == ["done", "done", "waiting"]
+@pytest.fixture(scope="module")
+def first_made(world, tmp_path_factory) -> Path:
+    results = tmp_path_factory.mktemp("first") / "results"
+    assert console.main(["run", "-m", *world, f"results_dir={results}", *DEPTHS, "limit=1"]) == 0
+    return results
+
+
+@pytest.fixture
+def begun(first_made, tmp_path) -> Path:
+    """A results folder with a sweep of three runs, of which the first is made."""
+    return shutil.copytree(first_made, tmp_path / "results")
+
+
+def test_a_worker_makes_what_is_left(begun, capsys):
+    assert sweeping.Worker(str(begun), "depths", (1, 2))() == 1
+    assert [state.state for state in Sweep.load(begun, "depths").states()] == ["done", "done", "waiting"]
     assert "[2/3] depth=0.5" in capsys.readouterr().err
 
 
@@ -196,9 +211,7 @@ def job_ends():
 
 
 @pytest.mark.parametrize("within", ["work_through", "_load"])
-def test_the_end_of_a_job_is_no_failure_of_the_run_that_it_hits(within, words, tmp_path, monkeypatch, job_ends):
-    assert console.main(["run", "-m", *words, *DEPTHS, "limit=1"]) == 0
-
+def test_the_end_of_a_job_is_no_failure_of_the_run_that_it_hits(within, begun, monkeypatch, job_ends):
     def hit(*_, **__):
         try:
             os.kill(os.getpid(), signal.SIGUSR2)
@@ -207,8 +220,8 @@ def test_the_end_of_a_job_is_no_failure_of_the_run_that_it_hits(within, words, t
 
     monkeypatch.setattr(*((sweeping, "make") if within == "work_through" else (RunContext, "model")), hit)
     with pytest.raises(QuickSilverError, match=r"time of this worker's job was over\. Job not requeued"):
-        sweeping.Worker(str(tmp_path / "results"), "depths", (1, 2, 3))()
-    assert [state.state for state in Sweep.load(tmp_path / "results", "depths").states()] == ["done", "waiting", "waiting"]
+        sweeping.Worker(str(begun), "depths", (1, 2, 3))()
+    assert [state.state for state in Sweep.load(begun, "depths").states()] == ["done", "waiting", "waiting"]
 
 
 def test_jobs_that_are_dead_are_seen_without_accounting(cluster, monkeypatch):
@@ -220,15 +233,14 @@ def test_jobs_that_are_dead_are_seen_without_accounting(cluster, monkeypatch):
     jobs = ("7_0", "7_1", "7_2")
     for job in jobs:
         SlurmJob.watcher.register_job(job)
-    for program, states in {
+    for answer, states in {
         "echo '7_0|RUNNING\n7_[1-2%2]|PENDING'": "RUNNING PENDING PENDING",
         "echo '7_0|OUT_OF_MEMORY\n7_1|RUNNING'": "OUT_OF_MEMORY RUNNING ENDED",
         "echo 'slurm: hello'": "OUT_OF_MEMORY RUNNING ENDED",  # an answer that is none, and no answer: what was known stays
         "exit 1": "OUT_OF_MEMORY RUNNING ENDED",
         "": "OUT_OF_MEMORY ENDED ENDED",
     }.items():
-        (cluster / "squeue").write_text(f"#!/bin/sh\n{program}\n")
-        (cluster / "squeue").chmod(0o755)
+        program(cluster, "squeue", answer)
         SlurmJob.watcher.update()
         assert " ".join(SlurmJob.watcher.get_state(job, "cache") for job in jobs) == states
 
@@ -237,8 +249,7 @@ def test_jobs_of_a_sweep_that_wait_are_counted(cluster, tmp_path):
     for name in ("7_0", "7_1", "notes"):
         (tmp_path / "workers" / name).mkdir(parents=True)
     assert launchers.waiting_jobs(tmp_path / "workers") == 0  # no Slurm
-    (cluster / "squeue").write_text("#!/bin/sh\nprintf '7\\n7\\n12\\n'\n")
-    (cluster / "squeue").chmod(0o755)
+    program(cluster, "squeue", "printf '7\\n7\\n12\\n'")
     assert launchers.waiting_jobs(tmp_path / "workers") == 2
     assert launchers.waiting_jobs(tmp_path / "elsewhere") == 0
 
@@ -254,8 +265,7 @@ def test_what_a_launcher_raises_is_one_line_that_says_why(text, says):
     assert "\n" not in said
 
 
-def test_a_worker_has_its_model_before_it_claims_a_run(words, tmp_path, monkeypatch):
-    assert console.main(["run", "-m", *words, *DEPTHS, "limit=1"]) == 0
+def test_a_worker_has_its_model_before_it_claims_a_run(begun, monkeypatch):
     seen = []
 
     def work_through(board, plan_of, *_, **__):
@@ -264,8 +274,8 @@ def test_a_worker_has_its_model_before_it_claims_a_run(words, tmp_path, monkeypa
         seen.append((loaded, list((sweep.folder / "taken").glob("*"))))
 
     monkeypatch.setattr(sweeping, "work_through", work_through)
-    sweeping.Worker(str(tmp_path / "results"), "depths", (1, 2))()
-    sweeping.Worker(str(tmp_path / "results"), "depths", (1,))()  # nothing is left for it
+    sweeping.Worker(str(begun), "depths", (1, 2))()
+    sweeping.Worker(str(begun), "depths", (1,))()  # nothing is left for it
     assert seen == [(True, []), (False, [])]
     assert gc.isenabled()
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from quicksilver.models.loading import EMBEDDED, load, locate
+from quicksilver.models.loading import load, locate
 from quicksilver.runs import context, ensure
 from quicksilver.runs.config import compose
 from quicksilver.runtime.errors import ConfigError
@@ -69,9 +69,7 @@ def test_what_fixes_the_format_already_is_refused(words, times, more, says) -> N
 
 
 def test_a_quantised_checkpoint_is_refused(words, times, tmp_path: Path) -> None:
-    folder = tmp_path / "quantised"
-    fitted = shutil.ignore_patterns("predicted_kv", "learned_halting", "tuned_lens")
-    shutil.copytree(EMBEDDED / "reference-gpt2", folder, ignore=fitted)
+    folder = shutil.copytree(compose(words).model.path, tmp_path / "quantised")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
     with pytest.raises(ConfigError, match=r"the checkpoint of model=tiny is quantised already\. Leave precision=fastest out"):

@@ -5,18 +5,15 @@ import pytest
 from saying import unsaid
 
 import quicksilver.runs.run as harness_run
+from quicksilver.cli import sweeping
 from quicksilver.records.record import record_frame
 from quicksilver.runs import optuna_sweep as study
 from quicksilver.runs.sweep import Sweep
 from quicksilver.runtime.errors import QuickSilverError
 
-DRAWN = ["modules=[static_depth]", "modules.static_depth.depth=interval(0.1,0.9)"]
-DRAWN += ["protocol=continuation", "measure=sweep", "dataset.windows=3"]
-GOALS = ["hydra/sweeper=optuna", "hydra.sweeper.sampler=random"]
-
-
-def asking(*words: str) -> list[str]:
-    return ["run", "-m", *GOALS, *words]
+SHORT = ["modules=[static_depth]", "protocol=continuation", "measure=sweep", "dataset.windows=3"]
+DRAWN = [*SHORT, "modules.static_depth.depth=interval(0.1,0.9)"]
+ASKING = ["run", "-m", "hydra/sweeper=optuna", "hydra.sweeper.sampler=random"]
 
 
 @pytest.mark.slow
@@ -32,7 +29,7 @@ def test_a_study_goes_on_where_it_was_killed_and_keeps_its_front(words, tmp_path
         return real(step, *rest)
 
     monkeypatch.setattr(harness_run, "_run", counted)
-    asked = asking(*words, *DRAWN, "name=front", "hydra.sweeper.trials=4")
+    asked = [*ASKING, *words, *DRAWN, "name=front", "hydra.sweeper.trials=4"]
     prints(*asked, code=130)
     monkeypatch.setattr(harness_run, "_run", real)
     out = prints(*asked).out
@@ -63,10 +60,11 @@ def test_a_study_goes_on_where_it_was_killed_and_keeps_its_front(words, tmp_path
 def test_a_value_that_composes_to_a_run_that_is_there_counts_as_no_trial(words, tmp_path, prints, refused, monkeypatch):
     made, real = [], harness_run._run
     monkeypatch.setattr(harness_run, "_run", lambda step, *rest: made.append(step.fingerprint) or real(step, *rest))
-    choice = [*(word for word in DRAWN if "interval" not in word), "modules.static_depth.depth=0.2,0.5,0.50,0.51"]
+    monkeypatch.setattr(sweeping, "_AGAIN", 10)
+    choice = [*SHORT, "modules.static_depth.depth=0.2,0.5,0.50,0.51"]
     for _ in range(2):  # the second start finds its trials again
-        out, err = prints(*asking(*words, *choice, "name=few", "hydra.sweeper.trials=5"))
-        assert "50 draws in a row gave runs that are there: 3 of 5 are made" in err
+        out, err = prints(*ASKING, *words, *choice, "name=few", "hydra.sweeper.trials=5")
+        assert "10 draws in a row gave runs that are there: 3 of 5 are made" in err
         assert out.count("(equal: [") == 1  # depths 0.5 and 0.51 are one layer
     assert [state.state for state in Sweep.load(tmp_path / "results", "few").states()] == ["done"] * 3
     assert len(made) == len(set(made)) == 4  # with the dense one
@@ -74,7 +72,7 @@ def test_a_value_that_composes_to_a_run_that_is_there_counts_as_no_trial(words, 
 
 
 def test_a_plan_says_what_is_drawn_and_makes_nothing(words, tmp_path, prints):
-    out = prints(*asking(*words, *DRAWN, "hydra.sweeper.trials=7", "plan=true")).out
+    out = prints(*ASKING, *words, *DRAWN, "hydra.sweeper.trials=7", "plan=true").out
     assert unsaid(out, "Optuna draws 7 runs", "static_depth") == []
     assert not (tmp_path / "results" / "runs").exists()
 

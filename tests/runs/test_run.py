@@ -60,10 +60,7 @@ def test_a_record_has_every_pass_and_they_agree(finished, protocol):
     frame = record.windows
     scored = WINDOW - (1 if protocol == "all" else PROMPT)
     assert list(frame["window"]) == list(range(10))
-    assert record.quality.tokens == 10 * scored == frame["tokens"].sum()
-    assert record.quality.bytes == frame["bytes"].sum() == 10 * scored  # one token a byte
-    assert record.quality.nll_nats == pytest.approx(frame["nll_nats"].sum())
-    assert record.quality.ppl == pytest.approx(np.exp(record.quality.nll_nats / record.quality.tokens))
+    assert record.quality.tokens == record.quality.bytes == frame["bytes"].sum() == 10 * scored  # one token a byte
     assert record.quality.bits_per_byte == pytest.approx(record.quality.nll_nats / np.log(2) / record.quality.bytes)
     for ledger in ("executed_flops", "nominal_flops", "paper_flops", "signal_flops"):
         assert getattr(record.quality, ledger) == frame[ledger].sum()
@@ -77,16 +74,11 @@ def test_a_record_has_every_pass_and_they_agree(finished, protocol):
     audit, latency = record.measured("audit", AuditResult), record.measured("latency", LatencyResult)
     assert audit.max_abs_logit_difference < 1e-4 * max(1, audit.max_abs_logit)
     assert len(latency.latency_ms.samples) == len(latency.dense_latency_ms.samples) == 3
-    assert latency.latency_ms.median > 0
-    assert latency.noise_floor_pct >= 0
     assert record.measured("memory", MemoryResult).peak_memory_bytes > 0
     prompts = (record.flops("prompt_executed"), record.flops_saved_pct("prompt_executed"), latency.timing(prompt=True))
     assert all((one is not None) == (protocol == "continuation") for one in prompts)
-    assert record.environment.torch == torch.__version__
-    assert record.environment.threads == 1
-    assert record.data.windows == 10
-    assert record.lookahead is False
-    assert "NaN" not in (record.path / "record.json").read_text()
+    assert (record.environment.torch, record.environment.threads) == (torch.__version__, 1)
+    assert (record.data.windows, record.lookahead) == (10, False)
 
 
 def test_the_null_spends_the_same_on_other_tokens(finished):
@@ -109,7 +101,7 @@ def test_the_trace_of_a_record_gives_the_run_again(finished, world):
     assert again.nll_nats == pytest.approx(record.quality.nll_nats, rel=1e-6)
 
 
-def test_a_percentile_is_calibrated_on_the_other_part_of_the_text(finished):
+def test_a_percentile_is_calibrated_on_the_other_part_of_the_text_which_can_be_scored(finished, words):
     results, records = finished
     calibration = records["all"].calibration
     assert calibration.windows == 4
@@ -117,6 +109,10 @@ def test_a_percentile_is_calibrated_on_the_other_part_of_the_text(finished):
     assert "drift-relative" in calibration.signals
     assert len(list((results / "calibration").rglob("*.json"))) == 1
     assert records["continuation"].calibration is None
+    (record,) = ensure([compose([*words, "dataset.part=calibration"])])
+    # As many windows as dataset.windows says.
+    assert (record.data.part, record.data.digest, record.data.windows) == ("calibration", calibration.text_digest, 10)
+    assert not plan([compose(words)]).done
 
 
 @pytest.mark.processor
@@ -128,16 +124,6 @@ def test_a_record_says_what_multiplied_its_integers(words):
     (kernel,) = integers.kernels.values()
     assert kernel.split(" on cpu (")[0] in ("torch._int_mm", "float products of the codes")
     assert torch.backends.cpu.get_cpu_capability() in kernel
-
-
-def test_the_calibrating_part_can_be_scored(finished, words):
-    _, records = finished
-    (record,) = ensure([compose([*words, "dataset.part=calibration"])])
-    assert record.data.part == "calibration"
-    assert record.data.digest == records["all"].calibration.text_digest
-    assert record.data.windows == 10  # dataset.windows, not calibration_windows
-    assert plan([compose([*words, "dataset.part=calibration"])]).done
-    assert not plan([compose(words)]).done
 
 
 def test_records_pair_with_their_dense_run_and_their_null(finished):
@@ -155,15 +141,9 @@ def test_records_pair_with_their_dense_run_and_their_null(finished):
         paired_records(record, record, column="nats")
 
 
-def test_pandas_alone_reads_all_of_it_and_events_tell_what_happened_in_order(finished):
-    results, records = finished
-    frame = record_frame(results)
-    assert len(frame) == 4  # two runs, two dense
-    assert frame["dense_fingerprint"].notna().sum() == 2
-    assert set(frame["config.protocol.name"]) == {"all", "continuation"}
-    assert (frame["latency_ms.median"] > 0).all()
+def test_events_tell_what_happened_in_order(finished):
     passes = "quality null_control audit flops latency memory"
-    assert " ".join(fakes.events(records["all"])) == f"started loaded calibrated {passes} measured finished"
+    assert " ".join(fakes.events(finished[1]["all"])) == f"started loaded calibrated {passes} measured finished"
 
 
 # -- once -----------------------------------------------------------------------------------------------------------------------
@@ -178,6 +158,10 @@ def test_a_finished_run_is_found_not_repeated_and_dense_runs_are_shared(words, m
     assert plan([configs[0]]).done
     monkeypatch.setattr("quicksilver.runs.context.load", None)  # no model is loaded
     assert [r.fingerprint for r in ensure(list(reversed(configs)))] == [r.fingerprint for r in reversed(first)]
+    (damaged := first[0].path / "record.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"is not a whole record.*Move that folder away"):
+        ensure(configs)
+    assert damaged.read_text() == "{"
 
 
 def test_progress_runs_from_nothing_to_all_and_never_back(words):
@@ -190,17 +174,6 @@ def test_progress_runs_from_nothing_to_all_and_never_back(words):
     assert {(p.run, p.runs) for p in seen} == {(0, 2), (1, 2)}
     assert {"load", "calibration", "quality", "null_control", "audit", "writing the record"} <= {p.phase for p in seen}
     assert seen[-1].label == "tiny | file | halting+kv_skipping | all"
-
-
-def test_a_damaged_record_stops_the_command_and_is_left_alone(words):
-    config = compose(words)
-    (record,) = ensure([config])
-    (record.path / "record.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"is not a whole record.*Move that folder away"):
-        ensure([config])
-    assert (record.path / "record.json").read_text() == "{"
-    record.path.rename(record.path.parent.parent / "elsewhere")
-    assert ensure([config])[0].quality.ppl == pytest.approx(record.quality.ppl)
 
 
 def test_threads_are_put_back_whatever_happens(words, monkeypatch):
@@ -256,8 +229,8 @@ def test_what_can_change_a_number_changes_the_fingerprint_and_nothing_else_does(
 ELSEWHERE = "execution protocol.name model.parallel dataset.reader tracker.name tracker.mode"  # tested with what they need
 ACCEPTED = [
     *([*HALTED, f"execution={one}", f"protocol={other}"] for one in get_args(Execution) for other in get_args(ProtocolName)),
-    *([f"{key}={value}"] for key, values in CHOICES.items() if key not in ELSEWHERE.split() for value in values),
-]
+    *([f"{key}={value}"] for key, values in CHOICES.items() if key not in ELSEWHERE.split() for value in values[1:] or values),
+]  # the first value of a key is the default, which all other runs have; precision has none
 
 
 @pytest.mark.parametrize("chosen", ACCEPTED, ids=lambda chosen: " ".join(chosen[-2:]))
@@ -270,27 +243,26 @@ def test_every_value_that_is_accepted_gives_a_record_that_reads(words, chosen):
     assert math.isfinite(record.quality.ppl)
 
 
-def test_texts_and_weights_count_by_content(words, tmp_path):
+def test_texts_and_calibration_files_count_by_content(words, finished, tmp_path):
     base, dense = fingerprint_of(*words, *THRESHOLD), fingerprint_of(*words)
-    copied = make_text(tmp_path / "the same.txt", seed=1)
+    copied, other = make_text(tmp_path / "the same.txt", seed=1), make_text(tmp_path / "other.txt", seed=9)
     assert fingerprint_of(*words, *THRESHOLD, f"dataset.files.test={copied}") == base
-    other = make_text(tmp_path / "other.txt", seed=9)
     assert fingerprint_of(*words, *THRESHOLD, f"dataset.files.test={other}") != base
     assert fingerprint_of(*words, *THRESHOLD, f"dataset.files.calibration={other}") != base
     assert fingerprint_of(*words, f"dataset.files.calibration={other}") == dense  # nothing is calibrated there
 
+    def calibrated(path):
+        return fingerprint_of(*words, *THRESHOLD, f"modules.halting.calibration={path}")
 
-def test_a_calibration_file_counts_by_content(words, finished, tmp_path):
-    results, _ = finished
-    (path,) = (results / "calibration").rglob("*.json")
+    (path,) = (finished[0] / "calibration").rglob("*.json")
     copy = tmp_path / "copy.json"
     copy.write_bytes(path.read_bytes())
-    given = [fingerprint_of(*words, *THRESHOLD, f"modules.halting.calibration={p}") for p in (path, copy)]
-    assert given[0] == given[1] != fingerprint_of(*words, *THRESHOLD)
+    given = calibrated(path)
+    assert calibrated(copy) == given != base
     copy.write_text(path.read_text().replace('"provenance": {', '"provenance": {"note": "another file", '))
-    assert fingerprint_of(*words, *THRESHOLD, f"modules.halting.calibration={copy}") != given[0]
+    assert calibrated(copy) != given
     with pytest.raises(ConfigError, match=r"calibration=/nowhere cannot be read"):
-        fingerprint_of(*words, *THRESHOLD, "modules.halting.calibration=/nowhere")
+        calibrated("/nowhere")
 
 
 # -- trackers -------------------------------------------------------------------------------------------------------------------
@@ -303,17 +275,13 @@ def test_wandb_is_imported_only_where_asked_for_and_one_that_is_not_there_is_tol
 
 
 def test_a_mirror_gets_the_differences_to_dense(finished):
-    _, records = finished
-    for record in records.values():
-        found = differences(record)
-        assert found["delta_ppl_pct"] == pytest.approx(100 * (record.quality.ppl / record.dense.ppl - 1))
-        left = record.quality.executed_flops / record.dense.executed_flops
-        assert found["executed_flops_saved_pct"] == pytest.approx(100 * (1 - left))
+    results, records = finished
+    record = records["all"]
+    assert differences(record)["delta_ppl_pct"] == pytest.approx(100 * (record.quality.ppl / record.dense.ppl - 1))
     assert "prompt_executed_flops_saved_pct" in differences(records["continuation"])
-    dense = Store(finished[0]).dense_of(records["all"])
-    assert differences(dense) == {}
-    numbers = scalars(records["all"])
-    assert numbers["audit/probes"] == records["all"].content["audit"]["probes"]
+    assert differences(Store(results).dense_of(record)) == {}
+    numbers = scalars(record)
+    assert numbers["audit/probes"] == record.content["audit"]["probes"]
     assert not any(name.startswith(("config", "identity")) for name in numbers)
 
 
@@ -328,12 +296,8 @@ def test_modules_are_asked_behind_the_decision_layers_only(words):
     never = max(anywhere)
     assert anywhere - {never} > after - {never}
     assert after <= {1, 2, never}
-
-
-@pytest.mark.parametrize("given", ["[]", "[-1]", "[99]"])
-def test_decision_layers_that_are_not_there_are_refused(words, given):
     with pytest.raises(ConfigError, match="decision_layers="):
-        ensure([compose([*words, *THRESHOLD, f"decision_layers={given}"])])
+        ensure([compose([*words, *THRESHOLD, "decision_layers=[99]"])])
 
 
 # -- options called `…_ids` take words: they become the ids of the model at hand, whatever its tokenizer ---------------------------

@@ -18,10 +18,9 @@ from thinning import diagonal, draws
 from tiny import Batch, Hashed
 from transformers import PreTrainedModel
 
-from quicksilver.measure import Protocol, check_allowed, count_executed, score
-from quicksilver.measure.audit import audit
+from quicksilver.measure import count_executed
 from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, RandomHalting, Replay, TokenFusion
-from quicksilver.runtime import QuickSilverError, Run, RuntimeModule, Trace, apply
+from quicksilver.runtime import QuickSilverError, RuntimeModule, Trace, apply
 
 MECHANISMS: dict[str, Any] = {
     "halting": lambda: Halting(tau_drift=0.95, window=(0.0, 1.0), missing_kv="project", resume_layers=1, tau_entropy=None),
@@ -30,10 +29,7 @@ MECHANISMS: dict[str, Any] = {
     "quantization": lambda: AdaptiveQuantization(depth=0.2, tau_low=3.4, tau_high=3.7),
 }
 COMBINATIONS = [names for n in range(5) for names in itertools.combinations(MECHANISMS, n)]
-EVERY = pytest.mark.parametrize("names", COMBINATIONS, ids=lambda names: "+".join(names) or "none")
 FAMILIES = ("gpt2", "llama", "qwen2-mixed", "gpt_neox")
-PROTOCOL = Protocol("continuation", window_tokens=24, prompt_tokens=15, batch_size=4)
-WINDOWS = tiny.ids(4, 24, seed=3)
 
 
 def modules_of(names: tuple[str, ...]) -> list[RuntimeModule]:
@@ -83,7 +79,7 @@ def policies() -> st.SearchStrategy[list[RuntimeModule]]:
     return st.one_of(st.just([]), tiny.causal_policies(), tiny.prompt_policies(), nobody)
 
 
-@pytest.mark.parametrize(("name", "attention"), diagonal(tiny.unlike_first(tiny.MODELS), ("sdpa", "eager"), n=10))
+@pytest.mark.parametrize(("name", "attention"), diagonal(tiny.unlike_first(tiny.MODELS), ("sdpa", "eager"), n=5))
 @given(data=st.data())
 @settings(max_examples=draws(17))
 def test_of_any_model(name: str, attention: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -91,7 +87,7 @@ def test_of_any_model(name: str, attention: str, data: st.DataObject, tmp_path_f
     check(tiny.load(name, attention), data.draw(tiny.batches()), data.draw(policies()), data, path, whole=True)
 
 
-@EVERY
+@pytest.mark.parametrize("names", COMBINATIONS, ids=lambda names: "+".join(names) or "none")
 @given(data=st.data(), family=st.sampled_from(FAMILIES))
 @settings(max_examples=draws(4))
 def test_of_any_mechanisms_together(names, family, data, tmp_path_factory):
@@ -100,7 +96,7 @@ def test_of_any_mechanisms_together(names, family, data, tmp_path_factory):
 
 
 def check(model: PreTrainedModel, batch: Batch, modules: list[RuntimeModule], data: st.DataObject, path: Path, whole: bool):
-    """whole: nothing is quantized and no decision hangs on the last digit, so a replay is the run to the bit and every product is counted."""
+    """whole: nothing is quantized and no decision hangs on the last digit, so a replay is the run to the bit."""
     # States stay packed between decision layers.
     layers = data.draw(st.none() | st.sampled_from([(0,), (2,), (0, 3), (1, 2)])) if whole else None
     if layers and not all(any(map(module.acts_at, layers)) for module in modules):
@@ -117,7 +113,7 @@ def check(model: PreTrainedModel, batch: Batch, modules: list[RuntimeModule], da
     run, flops = made[0], made[0].run.flops
     assert torch.cat(batch.real(run.logits)).isfinite().all()
     # 6: what is counted from outside, what is formulated, what is held
-    assert not whole or flops.executed == pytest.approx(counted, rel=0.01)
+    assert flops.executed == pytest.approx(counted, rel=0.01)
     assert not whole or flops.nominal <= flops.executed - flops.signals
     assert flops.nominal <= flops.dense_nominal
     assert flops.paper <= flops.dense_paper
@@ -192,7 +188,6 @@ def no_lookahead(model: PreTrainedModel, row: tuple[int, ...], modules: list[Run
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
 @given(batch=tiny.batches(low=2, padded=True), data=st.data())
 @settings(max_examples=draws(5))
-@torch.no_grad()
 def test_padding_on_the_right_is_no_difference_either(name: str, execution: str, batch: Batch, data: st.DataObject) -> None:
     """Evaluation harnesses pad on the right: no real token sees padding there, with or without a mask that says so."""
     model, modules = tiny.load(name), data.draw(tiny.policies())
@@ -207,21 +202,9 @@ def test_padding_on_the_right_is_no_difference_either(name: str, execution: str,
         assert torch.equal(run.trace.passes[0].halt_layer[i, : len(row)], alone.trace.passes[0].halt_layer[0])
 
 
-@EVERY
-def test_together_they_look_ahead_in_prompts_alone_and_what_is_counted_from_outside_is_billed(names: tuple[str, ...]) -> None:
-    modules, everywhere = modules_of(names), Protocol("all", window_tokens=24, batch_size=4)
-    for protocol in [PROTOCOL] + [everywhere] * all(module.causal for module in modules):
-        assert audit(tiny.load("gpt2", dtype=torch.float64), WINDOWS, protocol, modules).max_abs_logit_difference < 1e-9
-    if not all(module.causal for module in modules):
-        with tiny.refused(r"(TokenFusion|KVSkipping).*lookahead"):
-            check_allowed(modules, everywhere)
-    batch, runs = Batch(tuple(map(tuple, WINDOWS[:3].tolist()))), list[Run]()
-    counted = count_executed(lambda: runs.append(tiny.forward(tiny.load("llama"), batch, modules).run))
-    assert runs[0].flops.executed == pytest.approx(counted, rel=0.01)
-
-
 def test_every_mechanism_adds_something_to_all_the_others() -> None:
     """Or the sixteen would be fewer."""
-    model = tiny.load("gpt2")
-    nats = {names: score(model, WINDOWS, PROTOCOL, modules=modules_of(names)).nll_nats for names in COMBINATIONS}
-    assert len({round(value, 6) for value in nats.values()}) == len(COMBINATIONS)
+    model, batch = tiny.load("gpt2"), Batch(tuple(map(tuple, tiny.ids(4, 24, seed=3).tolist())))
+    found = [tiny.forward(model, batch, modules_of(names)).logits for names in COMBINATIONS]
+    for one, other in itertools.combinations(found, 2):
+        assert (one - other).abs().max() > 1e-3

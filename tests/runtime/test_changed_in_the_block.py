@@ -1,7 +1,6 @@
 """What is changed under a run's feet, and calls in which transformers sees tokens by another rule: refused in one line, or right."""
 
 import copy
-import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,19 +10,12 @@ import tiny
 import torch
 from thinning import diagonal
 from tiny import Batch, Does, HaltAll, Hashed, Never
-from torch import nn
 
 from quicksilver.runtime import ConfigError, apply
 from quicksilver.runtime.pass_state import MISSING_KV
 
 BATCH = Batch((tuple(range(1, 25)),))
 PACKED = torch.cat([torch.arange(10), torch.arange(14)])[None]
-
-
-@pytest.fixture(autouse=True)
-def no_grad() -> Any:
-    with torch.no_grad():
-        yield
 
 
 CHANGES = {
@@ -62,6 +54,8 @@ def test_a_second_thread_in_the_middle_of_a_pass_is_refused() -> None:
         assert go_on.wait(30)
 
     with apply(model, [Does(wait)]) as run, ThreadPoolExecutor(1) as pool:
+        with pytest.raises(ConfigError, match="padding mask"):  # a pass that failed is over
+            model(BATCH.ids, attention_mask=torch.ones(1, 3))
         first = pool.submit(torch.no_grad()(lambda: model(**BATCH.inputs()).logits))
         assert inside.wait(30)
         with pytest.raises(ConfigError, match="Another thread is in the middle of a pass"):
@@ -69,16 +63,6 @@ def test_a_second_thread_in_the_middle_of_a_pass_is_refused() -> None:
         go_on.set()
         assert torch.equal(first.result(30), tiny.load("llama")(**BATCH.inputs()).logits)  # and free again, for this thread
         assert run.pass_index == 2
-
-
-def test_a_pass_that_failed_leaves_the_run_usable() -> None:
-    model = tiny.load("llama")
-    with apply(model, [Never()]) as run:
-        with pytest.raises(ConfigError, match="padding mask"):
-            model(BATCH.ids, attention_mask=torch.ones(1, 3))
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(torch.no_grad()(lambda: model(**BATCH.inputs()))).result(30)
-        assert run.pass_index == 1
 
 
 def test_modules_are_read_once_and_each_stands_once() -> None:
@@ -96,27 +80,12 @@ def test_modules_are_read_once_and_each_stands_once() -> None:
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_compiled_model_gives_what_it_gives_uncompiled(backend: str) -> None:
     model = tiny.load("gpt2")
-    with torch.no_grad(), apply(model, [HaltAll(1)]) as run:
+    with apply(model, [HaltAll(1)]) as run:
         plain = model(**BATCH.inputs()).logits
         executed = run.flops.executed
         run.reset()
         torch.testing.assert_close(torch.compile(model, backend=backend)(**BATCH.inputs()).logits, plain)
         assert run.flops.executed == executed
-
-
-NO_LIST: list[Any] = [None, HaltAll(1), "halting", {"halting": {}}, 3, HaltAll, nn.Linear(1, 1)]
-NO_MODULE: list[Any] = ["halting", None, 3, HaltAll, {}, nn.Linear(1, 1), [HaltAll(1)]]
-NO_LAYERS: list[Any] = ["12", b"12", 3, True, 1.5, [], (), set(), [1.5], [True], ["1"], [None], [-1], [99], [math.nan], object()]
-
-
-@pytest.mark.parametrize(("argument", "value"), [
-    *(("modules", value) for value in NO_LIST), *(("modules", [value]) for value in NO_MODULE), *(("decision_layers", value) for value in NO_LAYERS),
-    *(("execution", value) for value in ["", None, 3, "COMPACT", ["compact"]]),
-])  # fmt: skip
-def test_an_argument_of_no_kind_is_refused_in_one_line(argument: str, value: Any) -> None:
-    arguments = {"modules": [HaltAll(1)], "execution": "compact", "decision_layers": None} | {argument: value}
-    with tiny.refused():
-        apply(tiny.load("gpt2"), **arguments)
 
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)
@@ -149,11 +118,9 @@ def test_padding_between_tokens_is_right_or_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "missing_kv"),
-    diagonal(tiny.FAMILIES, (torch.float32, torch.bfloat16, torch.float16), MISSING_KV, n=30),
-    ids=str,
+    ("name", "dtype", "missing_kv"), diagonal(tiny.FAMILIES, (torch.bfloat16, torch.float16), MISSING_KV), ids=str
 )
-def test_every_family_runs_in_every_format_with_every_missing_kv(name: str, dtype: torch.dtype, missing_kv: str) -> None:
+def test_every_family_runs_in_every_short_format_with_every_missing_kv(name: str, dtype: torch.dtype, missing_kv: str) -> None:
     model = tiny.load(name, dtype=dtype)
     policy = Hashed(halt=0.2, missing_kv=missing_kv)
     compact, masked = (tiny.forward(model, BATCH, [policy], execution=each).logits[0] for each in ("compact", "masked"))

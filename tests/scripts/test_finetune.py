@@ -18,6 +18,7 @@ from quicksilver.data.spec import TaskConfig
 from quicksilver.data.tasks import Example
 
 pytest.importorskip("matplotlib")  # the learning curve is a picture
+pytest.importorskip("jinja2")  # and the card a template
 
 WORDS = ["<unk>", "fine", "poor", "film", "a", "It", "was", "good", "bad", "plot", "dull", "sharp"]
 
@@ -115,16 +116,6 @@ def test_each_token_knows_how_many_words_are_read(place):
     (one,) = finetune.encoded(tokenizer, task, [Example("a fine film It was", (), 1, 0)], 192)
     assert one.words_read == (1, 2, 3)
     assert one.sentence_end == 3
-
-
-def test_a_gradient_that_is_not_finite_ends_the_run_and_leaves_its_state(place, tmp_path, monkeypatch):
-    train(place, tmp_path, recipe(place), minutes=0)
-    before, real = training_loop.load_state(tmp_path)["model"], finetune.loss_of
-
-    monkeypatch.setattr(finetune, "loss_of", lambda *given: (real(*given)[0] * float("nan"), 0.0))
-    with pytest.raises(SystemExit, match="step 1: the gradient is not finite"):
-        train(place, tmp_path, recipe(place))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in training_loop.load_state(tmp_path)["model"].items())
 
 
 def test_another_recipe_is_refused(place, tmp_path):

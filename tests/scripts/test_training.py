@@ -26,6 +26,7 @@ from thinning import first
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest.importorskip("matplotlib")  # the loss curve is a picture
+pytest.importorskip("jinja2")  # and the card a template
 
 # 60 steps of 64 tokens: one checkpoint at 50, the decay from step 54 on.
 RECIPE = training.Recipe(
@@ -67,6 +68,7 @@ def use_small_sources(patch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def small_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_sources(monkeypatch)
+    monkeypatch.setattr(training_loop, "draw_curves", lambda path, *rest: path.touch())  # `uninterrupted` has real ones
 
 
 def train(work: Path, data: Path, recipe: training.Recipe = RECIPE, name: str = "tiny") -> Path:
@@ -123,9 +125,8 @@ def train_until(step: int, work: Path, data: Path, recipe: training.Recipe = REC
 
 # -- the same weights --------------------------------------------------------------------------------------------------------------
 def test_training_changes_the_weights_and_the_loss_falls(uninterrupted):
-    first, last = dict(training.build_model(RECIPE).named_parameters()), weights(uninterrupted)
-    assert all(not torch.equal(first[name], last[name]) for name in last)
-    history = state(uninterrupted)["history"]
+    fresh, trained, history = training.build_model(RECIPE).state_dict(), weights(uninterrupted), state(uninterrupted)["history"]
+    assert all(not torch.equal(fresh[name], trained[name]) for name in trained)
     losses = [entry["loss_nats"] for entry in history if "loss_nats" in entry]
     assert len(losses) == RECIPE.steps == 60
     assert sum(losses[-10:]) / 10 < sum(losses[:10]) / 10 - 0.5
@@ -135,40 +136,24 @@ def test_training_changes_the_weights_and_the_loss_falls(uninterrupted):
     assert (uninterrupted / "tiny" / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("step", first([57, 3]), ids=["after the first checkpoint", "before it"])
-def test_a_run_that_broke_off_ends_with_the_weights_of_one_that_did_not(tmp_path, data, uninterrupted, step):
-    train_until(step, tmp_path, data)
+@pytest.mark.parametrize(
+    ("step", "tokens"), first([(57, 60 * 64), (3, 60 * 64), (51, 90 * 64)]),
+    ids=["after the first checkpoint", "before it", "for longer, until the learning rate falls"],
+)  # fmt: skip
+def test_a_run_that_broke_off_ends_with_the_weights_of_one_that_did_not(tmp_path, data, uninterrupted, step, tokens):
+    train_until(step, tmp_path, data, dataclasses.replace(RECIPE, total_tokens=tokens))
     assert (training_loop.load_state(tmp_path / "tiny") is None) == (step < 50)
     train(tmp_path, data)
     assert_equal_weights(weights(tmp_path), weights(uninterrupted))
     assert state(tmp_path)["history"] == state(uninterrupted)["history"]
 
 
-def test_a_finished_run_is_not_trained_further(tmp_path, data, monkeypatch):
-    recipe = dataclasses.replace(RECIPE, total_tokens=3 * 64)
-    train(tmp_path, data, recipe)
-    before = weights(tmp_path)
-    monkeypatch.setattr(training, "step_loss", None)  # would fail if it were called
-    train(tmp_path, data, recipe)
-    assert_equal_weights(weights(tmp_path), before)
-
-
-@pytest.mark.slow
-def test_the_end_may_be_moved_until_the_decay_has_begun(tmp_path, data, uninterrupted):
-    """Started for longer, then told the real length at step 50: the weights are those of a run that knew it from the start."""
-    train_until(51, tmp_path, data, dataclasses.replace(RECIPE, total_tokens=90 * 64))
-    train(tmp_path, data)
-    assert_equal_weights(weights(tmp_path), weights(uninterrupted))
-
-
 @pytest.mark.slow
 def test_a_run_may_be_shortened_from_a_step_it_has_not_passed(tmp_path, data):
-    """Told at step 50 to end at 58: as if it had been told at the start; and not told at 50 to have been shortened at 40."""
+    """Told at step 50 to end at 58: as if it had been told at the start."""
     short = dataclasses.replace(RECIPE, shortened=(52, 58))
     train(tmp_path / "straight", data, short)
     train_until(51, tmp_path / "told", data)
-    with pytest.raises(SystemExit, match=r"shortened: checkpoint None, now \[40, 58\]"):
-        restore(tmp_path / "told" / "tiny", dataclasses.replace(RECIPE, shortened=(40, 58)), *model_and_optimizers())
     train(tmp_path / "told", data, short)
     assert_equal_weights(weights(tmp_path / "told"), weights(tmp_path / "straight"))
     scales = [short.lr_scale(step) for step in range(short.steps)]
@@ -176,12 +161,6 @@ def test_a_run_may_be_shortened_from_a_step_it_has_not_passed(tmp_path, data):
     assert scales[:53] == [RECIPE.lr_scale(step) for step in range(53)]
     assert scales[52:] == sorted(scales[52:], reverse=True)
     assert 0 < scales[-1] < 0.25
-
-
-def test_the_end_may_not_be_moved_afterwards(uninterrupted):
-    longer = dataclasses.replace(RECIPE, total_tokens=90 * 64)
-    with pytest.raises(SystemExit, match=r"total_tokens: checkpoint 3840, now 5760"):
-        restore(uninterrupted / "tiny", longer, *model_and_optimizers(longer))
 
 
 SIGKILLED = """
@@ -211,22 +190,14 @@ def test_a_run_killed_again_and_again_ends_with_the_same_weights(tmp_path, data,
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------------------
-def model_and_optimizers(recipe: training.Recipe = RECIPE) -> tuple[Any, list[torch.optim.Optimizer]]:
-    model = training.build_model(recipe)
-    return model, training.optimizers(model, recipe)
-
-
 def save(folder: Path, step: int = 50) -> None:
     """A checkpoint."""
-    model, optims = model_and_optimizers()
+    model = training.build_model(RECIPE)
+    optims = training.optimizers(model, RECIPE)
     model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
     for optim in optims:
         optim.step()
     training_loop.state_file(folder, RECIPE).save(step=step, **training_loop.state_of(model, optims, [], 1.0))
-
-
-def restore(folder: Path, recipe: training.Recipe, model: Any, optims: list[torch.optim.Optimizer]) -> None:
-    training_loop.restore(folder, model, optims, recipe)
 
 
 @pytest.mark.parametrize("moment", ["open", "replace"])
@@ -242,27 +213,27 @@ def test_a_save_killed_at_any_moment_keeps_the_last_good_checkpoint(tmp_path, mo
     assert [path.name for path in (tmp_path / "tiny").iterdir()] == [training_loop.STATE]
 
 
-@pytest.mark.parametrize(
-    "change", [{"width": 24}, {"lr_muon": 0.5, "seed": 7}, {"family": "llama"}, {"mixture": (0.2, 0.2, 0.6)}], ids="-".join
-)
-def test_a_checkpoint_of_another_configuration_names_what_differs_and_is_left_alone(tmp_path, change):
-    save(tmp_path / "tiny")
+@pytest.mark.parametrize(("step", "change"), [
+    (50, {"width": 24}), (50, {"lr_muon": 0.5, "seed": 7}), (50, {"family": "llama"}), (50, {"mixture": (0.2, 0.2, 0.6)}),
+    (60, {"total_tokens": 90 * 64}),  # the learning rate has begun to fall
+    (50, {"shortened": (40, 58)}),  # from a step that is passed
+])  # fmt: skip
+def test_a_checkpoint_of_another_configuration_names_what_differs_and_is_left_alone(tmp_path, step, change):
+    save(tmp_path / "tiny", step)
     before = snapshot(tmp_path)
     other = dataclasses.replace(RECIPE, **change)
-    model, optims = model_and_optimizers(other)
+    model = training.build_model(other)
     fresh = {name: p.clone() for name, p in model.named_parameters()}
     with pytest.raises(SystemExit) as refused:
-        restore(tmp_path / "tiny", other, model, optims)
+        training_loop.restore(tmp_path / "tiny", model, training.optimizers(model, other), other)
     message = str(refused.value)
-    assert "another configuration" in message
-    for key, value in change.items():
-        theirs, ours = json.loads(json.dumps([getattr(RECIPE, key), value]))
-        assert f"{key}: checkpoint {theirs}, now {ours}" in message
+    said = [json.loads(json.dumps([getattr(RECIPE, key), value])) for key, value in change.items()]
+    differ = [f"{key}: checkpoint {theirs}, now {ours}" for key, (theirs, ours) in zip(change, said, strict=True)]
+    # --work is where checkpoints are; --out is where the finished model goes.
+    assert unsaid(message, *differ, "another configuration", "--work", "Nothing was changed") == []
     assert message.count("checkpoint ") == len(change)  # and nothing that is equal
-    assert "--work" in message  # where checkpoints are; --out is where the finished model goes
-    assert "Nothing was changed" in message
     assert snapshot(tmp_path) == before
-    assert all(torch.equal(p, fresh[name]) for name, p in model.named_parameters())
+    assert_equal_weights(dict(model.named_parameters()), fresh)
 
 
 def test_a_checkpoint_of_another_version_is_refused_by_name(tmp_path):
@@ -299,18 +270,16 @@ def test_the_schedule_warms_up_stays_and_falls_to_the_end(recipe):
     assert scales[recipe.decay_start - 1] == 1.0 > scales[recipe.decay_start + 1]
     falling_from = recipe.shortened[0] if recipe.shortened else recipe.decay_start
     assert scales[-1] <= 1 / (recipe.steps - falling_from)
-    given = recipe.long_from_tokens
-    long_from = recipe.decay_start if given is None else math.ceil(given / recipe.batch_tokens)
-    assert recipe.context_at(long_from - 1) == recipe.stable_context_tokens
-    assert recipe.context_at(long_from) == recipe.context_tokens
-    assert recipe.context_at(recipe.decay_start) == recipe.context_tokens
+    tokens = recipe.long_from_tokens
+    long_from = recipe.decay_start if tokens is None else math.ceil(tokens / recipe.batch_tokens)
+    contexts = [recipe.context_at(step) for step in (long_from - 1, long_from, recipe.decay_start)]
+    assert contexts == [recipe.stable_context_tokens, recipe.context_tokens, recipe.context_tokens]
 
 
-def test_a_batch_is_a_function_of_seed_and_step(tmp_path, data):
-    corpus.prepare(data, tmp_path, RECIPE.vocab_size)
-
+def test_a_batch_is_a_function_of_seed_and_step(uninterrupted):
     def batch(step: int, **changes: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return list(training.Batches(tmp_path, dataclasses.replace(RECIPE, **changes)).micro_batches(step))
+        recipe = dataclasses.replace(RECIPE, **changes)
+        return list(training.Batches(uninterrupted / "corpus", recipe).micro_batches(step))
 
     for step in (0, 7, RECIPE.decay_start):
         length = RECIPE.context_at(step)
@@ -334,10 +303,9 @@ def test_a_training_may_begin_with_an_exported_model_and_twice_its_context(tmp_p
     longer = dataclasses.replace(short, context_tokens=2 * short.context_tokens, start=str(tmp_path))
     then, before = training.build_model(longer).state_dict(), first.state_dict()
     assert then.keys() == before.keys()
-    for name, tensor in then.items():
-        known = before[name]
-        expected = known if known.shape == tensor.shape else torch.cat([known, known])
-        assert torch.equal(tensor, expected), name
+    for name, known in before.items():
+        expected = known if known.shape == then[name].shape else torch.cat([known, known])
+        assert torch.equal(then[name], expected), name
     assert ("transformer.wpe.weight" in then) == (family == "gpt2")
 
 
@@ -389,9 +357,8 @@ def test_a_missing_data_folder_is_named_with_what_to_do_and_nothing_else(tmp_pat
     folders = [f"--{name}={tmp_path / name}" for name in ("data-root", "work", "out")]
     monkeypatch.setattr(sys, "argv", ["train_reference.py", "reference-gpt2", "--threads=1", "--device=cpu", *folders])
     said = r"train_article_order_shuffled\.txt is missing.*--data-root.*QUICKSILVER_DATA"
-    with pytest.raises(SystemExit, match=said) as refused:
+    with pytest.raises(SystemExit, match=said):  # a text as the code: printed, and the exit code is 1
         training.main()
-    assert isinstance(refused.value.code, str)  # printed, and the exit code is 1
     assert not list((tmp_path / "out").rglob("*"))
 
 
@@ -408,13 +375,17 @@ def test_docstrings_are_collected_once_and_the_held_out_ones_never(tmp_path, mon
 
 # -- what is shipped ---------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("recipe", [RECIPE, LLAMA], ids=["gpt2", "llama"])
-def test_the_exported_folder_is_a_plain_hugging_face_one(tmp_path, data, recipe):
+def test_the_exported_folder_is_a_plain_hugging_face_one_and_a_finished_run_is_not_trained_further(
+    tmp_path, data, monkeypatch, recipe
+):
     short = dataclasses.replace(recipe, total_tokens=2 * 64)
-    folder = train(tmp_path, data, short)
+    folder, trained = train(tmp_path, data, short), weights(tmp_path)
+    monkeypatch.setattr(training, "step_loss", None)  # would fail if it were called
+    train(tmp_path, data, short)
+    assert_equal_weights(weights(tmp_path), trained)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     assert model.dtype == torch.bfloat16
-    for name, tensor in weights(tmp_path).items():
-        assert torch.equal(model.state_dict()[name], tensor.to(torch.bfloat16)), name
+    assert_equal_weights(dict(model.named_parameters()), {name: tensor.bfloat16() for name, tensor in trained.items()})
     ids = tokenizer("the cat sat on a mat", return_tensors="pt")["input_ids"]
     assert tokenizer.decode(ids[0]) == "the cat sat on a mat"
     with torch.no_grad():
@@ -438,105 +409,72 @@ def test_the_card_of_a_rung_is_of_its_own_context_and_training(uninterrupted, da
 def test_the_real_recipes_keep_within_their_limits(name):
     recipe = training.RECIPES[name]
     model = training.build_model(recipe)
-    tensors = {p.data_ptr(): p.numel() for p in model.parameters()}
-    assert 2 * sum(tensors.values()) / 1e6 < LIMIT_MB - 1.5  # in bfloat16; the tokenizer and the card need room too
-    assert recipe.layers >= (12 if name.startswith("ladder") else 16)
-    assert recipe.context_tokens == model.config.max_position_embeddings == (1024 if name.startswith("far") else 512)
+    parameters = sum({p.data_ptr(): p.numel() for p in model.parameters()}.values())
+    assert 2 * parameters / 1e6 < LIMIT_MB - 1.5  # in bfloat16; the tokenizer and the card need room too
+    assert recipe.context_tokens == model.config.max_position_embeddings
     assert 4096 <= recipe.vocab_size <= 8192
     assert model.get_input_embeddings().weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
-    if recipe.family == "llama":
-        assert model.config.num_key_value_heads < model.config.num_attention_heads
     count = lambda optim: sum(p.numel() for group in optim.param_groups for p in group["params"])
     matrices, rest = map(count, training.optimizers(model, recipe))
-    assert matrices + rest == sum(tensors.values())
+    assert matrices + rest == parameters
     assert matrices > rest
 
 
-@pytest.fixture(params=list(training.RECIPES))
-def reference(request: pytest.FixtureRequest) -> Path:
-    folder = training.ROOT / "quicksilver" / "models" / "reference" / request.param
+@pytest.mark.parametrize("name", training.RECIPES)
+def test_a_shipped_model_is_what_its_name_says_and_runs_under_the_runtime(name):
+    folder, recipe = training.SHIPPED / name, training.RECIPES[name]
     if not (folder / "config.json").is_file():
-        pytest.skip(f"{request.param} has not been trained yet: make train-reference")
-    return folder
-
-
-def with_weights(folder: Path) -> Path:
+        pytest.skip(f"{name} has not been trained yet: make train-reference MODEL={name}")
+    card = (folder / "README.md").read_text(encoding="utf-8").lower()
+    needed = "licen,wikitext,books,docstrings,13-grams,bits per byte,hours,train-reference,greedy sample,loss by position,limits"
+    assert unsaid(card, *needed.split(","), "agreement with the last layer") == []
+    first = "ladder-gpt2-1m" if name.startswith("ladder") else "reference-gpt2"
+    own, shared = (json.loads((training.SHIPPED / one / "tokenizer.json").read_text("utf-8")) for one in (name, first))
+    assert own["model"] == shared["model"]
     if not (folder / "model.safetensors").is_file():
         assert (folder / "weights.sha256").is_file()
-        pytest.skip(f"the package has no weights of {folder.name}: make train-reference MODEL={folder.name}")
-    return folder
-
-
-def test_a_shipped_model_loads_and_is_what_its_name_says(reference):
-    with_weights(reference)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(reference).eval(), AutoTokenizer.from_pretrained(reference)
-    recipe = training.RECIPES[reference.name]
+        pytest.skip(f"the package has no weights of {name}: make train-reference MODEL={name}")
+    assert sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) <= LIMIT_MB * 1e6
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval().float(), AutoTokenizer.from_pretrained(folder)
     assert (model.config.model_type, model.config.num_hidden_layers) == (recipe.family, recipe.layers)
     assert model.config.max_position_embeddings == recipe.context_tokens
-    assert 4096 <= len(tokenizer) <= 8192
-    assert len(tokenizer) <= model.config.vocab_size
-    assert sum(p.stat().st_size for p in reference.rglob("*") if p.is_file()) <= LIMIT_MB * 1e6
+    assert 4096 <= len(tokenizer) <= model.config.vocab_size <= 8192
     text = "The return statement leaves the current function call with the expression list as return value."
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
     assert tokenizer.decode(ids[0]) == text
     with torch.no_grad():
-        loss = model.float()(ids, labels=ids).loss
+        loss = model(ids, labels=ids).loss
     bits_per_byte = float(loss) * (ids.shape[1] - 1) / 0.6931 / len(text.encode())
     assert bits_per_byte < 2.6  # it was really trained: one that guesses letters needs more than 4
-
-
-def test_a_shipped_model_has_a_card(reference):
-    card = (reference / "README.md").read_text(encoding="utf-8").lower()
-    needed = "licen,wikitext,books,docstrings,13-grams,bits per byte,hours,train-reference,greedy sample,loss by position,limits"
-    assert unsaid(card, *needed.split(","), "agreement with the last layer") == []
-
-
-@pytest.mark.parametrize("kind", ["reference", "ladder"])
-def test_the_shipped_models_of_a_kind_share_one_tokenizer(kind):
-    names = [name for name in training.RECIPES if name.startswith(kind)]
-    paths = [training.ROOT / "quicksilver" / "models" / "reference" / name / "tokenizer.json" for name in names]
-    there = [json.loads(path.read_text(encoding="utf-8"))["model"] for path in paths if path.is_file()]
-    if len(there) < 2:
-        pytest.skip(f"fewer than two of {', '.join(names)} have been trained yet: make train-reference")
-    assert all(one == there[0] for one in there)
-
-
-def test_a_shipped_model_runs_under_the_runtime(reference):
-    """Deep and trained: half of its prompt halted, both executions agree."""
-    model = AutoModelForCausalLM.from_pretrained(with_weights(reference)).float().eval()
-    tokenizer = AutoTokenizer.from_pretrained(reference)
-    row = tuple(tokenizer("Statements are executed in order; expressions are evaluated from left to right.")["input_ids"])
+    # Deep and trained: half of its prompt halted, both executions agree.
+    row = tuple(ids[0].tolist())
     batch = tiny.Batch((row, row[: len(row) // 2]))
     policy = tiny.Hashed(0.05, 0.05, "project", 4)
     compact, masked = (tiny.forward(model, batch, [policy], execution=e) for e in ("compact", "masked"))
     tiny.assert_close(batch.real(compact.logits), batch.real(masked.logits), atol=1e-4)
-    half = model.config.num_hidden_layers // 2  # the last four take halted tokens in again
+    half = recipe.layers // 2  # the last four take halted tokens in again
     assert compact.trace.active_counts()[half] < compact.trace.active_counts()[0]
 
 
 def test_a_window_with_repeats_says_again_what_it_said_and_keeps_its_length():
     rng = np.random.default_rng(0)
     for length in (128, 1024):
-        window = np.arange(length)
         for _ in range(50):
-            repeated = training.with_repeats(window, rng)
+            repeated = training.with_repeats(np.arange(length), rng).tolist()
             assert len(repeated) == length
-            assert set(repeated.tolist()) <= set(window.tolist())
-            assert length // 32 <= length - len(set(repeated.tolist()))
+            assert set(repeated) <= set(range(length))
+            assert length // 32 <= length - len(set(repeated))
 
 
 def test_a_window_of_whole_documents_begins_with_one_or_lies_in_one(tmp_path):
     recipe = dataclasses.replace(RECIPE, sources=("code",), mixture=(1.0,), decay_mixture=(1.0,), whole_documents=True)
     lengths = [5, 100, 12, 40, 300, 7]
-    starts = np.cumsum([0, *lengths[:-1]])
     np.repeat(np.arange(len(lengths)), lengths).astype(np.uint16).tofile(tmp_path / "code.bin")
-    np.save(tmp_path / "code.starts.npy", starts)
-    batches = training.Batches(tmp_path, recipe)
-    rng = np.random.default_rng(0)
+    np.save(tmp_path / "code.starts.npy", np.cumsum([0, *lengths[:-1]]))
+    batches, rng = training.Batches(tmp_path, recipe), np.random.default_rng(0)
     for _ in range(200):
         window = batches._window(0, 32, rng)
         assert len(window) == 32
-        first = int((window == window[0]).sum())
-        begins = first == lengths[window[0]]
+        begins = (window == window[0]).sum() == lengths[window[0]]
         at_the_end = window[-1] == len(lengths) - 1  # nothing comes after the last document
         assert len(set(window.tolist())) == 1 or begins or at_the_end

@@ -31,16 +31,11 @@ MAKER = SceneMaker()
 SCENES = [MAKER.scene(seed) for seed in range(6)]
 
 
-def test_a_seed_is_a_scene():
-    again = MAKER.scene(3)
-    assert np.array_equal(again.points, SCENES[3].points)
+def test_a_seed_is_a_scene_whose_density_falls_with_range():
+    assert np.array_equal(MAKER.scene(3).points, SCENES[3].points)
     assert not np.array_equal(SCENES[2].points[:50], SCENES[3].points[:50])
-
-
-def test_density_falls_with_range():
     points = np.concatenate([scene.points for scene in SCENES])
-    near, far = (points[:, 0] < 8).sum(), (points[:, 0] > 16).sum()
-    assert near > 3 * far
+    assert (points[:, 0] < 8).sum() > 3 * (points[:, 0] > 16).sum()
 
 
 def test_what_stands_in_front_takes_points_from_what_stands_behind():

@@ -48,9 +48,12 @@ def until(step: int, happens: Callable[[], None]) -> Callable[[range], Iterator[
     return progress
 
 
-def test_a_killed_training_goes_on_as_if_nothing_had_been(tmp_path):
-    whole = train(fresh(), DATA, RECIPE, gates=gates())
+@pytest.fixture(scope="module")
+def whole():
+    return train(fresh(), DATA, RECIPE, gates=gates())
 
+
+def test_a_killed_training_goes_on_as_if_nothing_had_been(whole, tmp_path):
     path = tmp_path / "one.safetensors"
     killed = until(5, Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
@@ -167,12 +170,10 @@ def test_gates_alone_are_trained_where_the_detector_has_no_rate():
     assert not torch.equal(learnt.weight, was)
 
 
-def test_gates_of_a_training_are_a_module():
-    learnt = train(fresh(), DATA, RECIPE, gates=gates())
-    nobody = evaluate(learnt.model, DATA, GRID, gated(learnt, 0.0))
-    everybody = evaluate(learnt.model, DATA, GRID, gated(learnt, 1.0))
+def test_gates_of_a_training_are_a_module(whole):
+    nobody, everybody = (evaluate(whole.model, DATA, GRID, gated(whole, threshold)) for threshold in (0.0, 1.0))
     assert nobody.tokens.mean() == 1
-    dense = evaluate(learnt.model, DATA, GRID)  # bit for bit: the same scores, whether halted tokens are recycled or not
+    dense = evaluate(whole.model, DATA, GRID)  # bit for bit: the same scores, whether halted tokens are recycled or not
     for recycled in (True, False):
         for ours, theirs in zip(nobody.matched[recycled, True], dense.matched[recycled, True], strict=True):
             assert all(np.array_equal(a[0], b[0]) for a, b in zip(ours, theirs, strict=True))

@@ -53,7 +53,6 @@ class Demo(Command):
     svg: str | None = key("FILE", "write it as a picture too")
 
     def main(self) -> int:
-        """Run both ways and print them."""
         from rich._export_format import CONSOLE_SVG_FORMAT
         from rich.console import Console
 

@@ -64,7 +64,6 @@ class Keep(ResultsFolder):
     add: list[str] | None = key("[RECORD,…]", "fingerprints of finished runs in results/runs, or their beginnings")
 
     def main(self) -> int:
-        """Copy the records."""
         from quicksilver.records.keeping import ADDED, commit_records
         from quicksilver.records.record import load_record
         from quicksilver.records.store import KEPT, Store, read_object
@@ -127,7 +126,6 @@ class Variants(ResultsFolder):
     """
 
     def main(self) -> int:
-        """Write what can be written."""
         from quicksilver.cli.commands.reproduce import Claims
         from quicksilver.report.reproduction import VARIANTS, command_of, variants_page
 
@@ -168,7 +166,6 @@ class Readme(ResultsFolder):
     """
 
     def main(self) -> int:
-        """Rewrite what stands between the markers."""
         from quicksilver.report.reproduction import fill_readme
 
         for page in ("README.md", "results/findings.md"):
@@ -227,7 +224,6 @@ class Completion(Command):
     takes = "all"
 
     def main(self) -> int:
-        """Print the script of a shell, or the candidates of a line."""
         words = self.overrides
         if len(words) == 2 and words[0] == "words":
             print("\n".join(candidates(words[1])))

@@ -55,7 +55,6 @@ class Doctor(ResultsFolder):
     )  # fmt: skip
 
     def main(self) -> int:
-        """Print the findings."""
         root = Path(self.root).expanduser() if self.root else None
         topics = {"versions": _versions(), "machine": _machine(), "kernels": _kernels()}
         topics |= {"disk": _disk(Path(self.results_dir).expanduser()), "data": _data(root), "packages": _packages()}

@@ -44,7 +44,6 @@ class List(ResultsFolder):
 
     @classmethod
     def next_names(cls, given: Sequence[str]) -> list[str]:
-        """The kinds."""
         return [] if given else [*KINDS]
 
     def main(self) -> int:
@@ -103,7 +102,6 @@ class Status(ResultsFolder):
     """
 
     def main(self) -> int:
-        """Print it."""
         from quicksilver.report.sweep_status import status
 
         self.check_there()
@@ -122,7 +120,6 @@ class Show(ResultsFolder):
     most_names: ClassVar[int] = 2
 
     def main(self) -> int:
-        """Print its summary, its files and its page."""
         from quicksilver.records.times import timed_processes
 
         if len(self.names) == 2:

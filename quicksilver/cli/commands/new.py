@@ -224,11 +224,9 @@ class New(Command):
 
     @classmethod
     def next_names(cls, given: Sequence[str]) -> list[str]:
-        """The kinds."""
         return [] if given else [*FILES]
 
     def main(self) -> int:
-        """Write the files and say what to type next."""
         kind, name = (*self.names, "", "")[:2]
         if kind not in FILES:
             raise ConfigError(f"{kind or 'nothing'}: say what to write: quicksilver new {'|'.join(FILES)} NAME.")

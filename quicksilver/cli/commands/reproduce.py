@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -58,7 +58,6 @@ class Reproduce(MakesRuns):
 
     @classmethod
     def next_names(cls, given: Sequence[str]) -> list[str]:
-        """What can be remade, then its numbers."""
         if not given:
             return [*KINDS, "all"]
         return [number for one in artefacts() if [one.kind] == [*given] for number in one.numbers]
@@ -234,7 +233,6 @@ class Claims(Command):
     most_names: ClassVar[int] = 20
 
     def main(self) -> int:
-        """Print and write the claims ledger."""
         from quicksilver.report.claims.ledger import Source, answers_claims, beginnings, ledger, told
         from quicksilver.report.provenance import SHORT
         from quicksilver.runs.run import store_of
@@ -250,7 +248,7 @@ class Claims(Command):
         name = reproduction.name_of(CLAIMS, base, self.overrides)
         path = store.root / f"{name}.json"
         # A written ledger that names records which are not here, too large to be kept, says more than what can be said now.
-        lacks = path.is_file() and any(store.get(fingerprint) is None for fingerprint in read(path).records)
+        lacks = path.is_file() and not all(_is_usable(store, fingerprint) for fingerprint in read(path).records)
         # Of another model or text some rows are refused everywhere, such as word classes of a text without tags.
         refused = bool(failed) and name == CLAIMS
         whole = all(reproduction.all_kept(source.outcomes, store) for source in sources) and not (refused or troubles or lacks)
@@ -278,6 +276,13 @@ class Claims(Command):
             rows = f"{len(failed) - len(damaged)} rows have no record here"
             print(f"{rows}, and what would make them is not on this machine: {', '.join(absent)}.", file=sys.stderr)
         return 1 if damaged or troubles else 0
+
+
+def _is_usable(store: Store, fingerprint: str) -> bool:
+    """Whether that record is there; a damaged one is not, and the job that needs it says so."""
+    with suppress(ConfigError):
+        return store.get(fingerprint) is not None
+    return False
 
 
 def _others(store: Store) -> dict[str, pd.DataFrame]:

@@ -42,7 +42,6 @@ class Run(SweepOptions):
     own_help: ClassVar[bool] = True  # Hydra's: it lists the choices
 
     def main(self) -> int:
-        """Make one record or those of a sweep, or let Hydra answer."""
         try:
             return self._answer()
         except ConfigError as error:
@@ -100,7 +99,6 @@ class LmEval(Command):
     own_help: ClassVar[bool] = True  # lm-eval's, of each of its commands
 
     def main(self) -> int:
-        """Hand the words to lm-eval."""
         words = self.overrides
         if words in (["-h"], ["--help"], []):
             print(help_of("lm_eval"))

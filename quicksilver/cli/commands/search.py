@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 ORDERED_ON = 16  # windows, for which layers have linear MLPs while a translator is distilled
 TRAINED_FOR = (0.4, 0.5)  # shares saved by the schedules that `distill` trains for, each with either number of protected tokens
 TEXTS = ("python-docs", "wikitext103")
-
-
 _TEXT = ("[a,b]", "calibration parts that are read; default: [python-docs,wikitext103]")  # a key of `fit` and `schedule`
 
 
@@ -148,7 +146,6 @@ class Calibrate(Command):
     output: str | None = key("FOLDER", "default: results_dir/calibration")
 
     def main(self) -> int:
-        """Measure, or find what was measured, and print the file."""
         from quicksilver.data.windows import check_context
         from quicksilver.modules.calibration import SIGNALS, calibrated, calibration_path
         from quicksilver.modules.signals import AttentionReceived
@@ -216,31 +213,22 @@ class Fit(Command):
     output: str | None = key("FOLDER", "default: results_dir/translators")
 
     def main(self) -> int:
-        """Fit, write, and name the files."""
         config = compose(self.overrides)
         if self.neurons and not self.mlp:
             raise ConfigError(f"neurons={self.neurons} stay in linear MLPs: give their layers, mlp=[1,2,3].")
         if self.distill and self.mlp and len(self.layers) != 1:
             raise ConfigError(f"layers={self.layers}: linear MLPs are trained together with one translator. Give one layer.")
-        written = self.fit(config)
-        maps = self._mlp_maps(config) if self.mlp else None
+        written, maps = self.fit(config)
         for path in [*written, *([maps] if maps else [])]:
             print(f"{'mlp_maps' if path == maps else 'translator'}={path} ({path.stat().st_size / 1e6:.2f} MB)")
         if not (self.lens or self.control):
-            given = (
-                f"{_without_modules(self.overrides)} save=0.4 text=[{','.join(self.text)}]{f' mlp_maps={maps}' if maps else ''}"
-            )
+            given = f"{_without_modules(self.overrides)} save=0.4 text=[{','.join(self.text)}]"
+            given += f" mlp_maps={maps}" if maps else ""
             print(f"Choose who stops where:\n  quicksilver schedule {given} translators=[{','.join(map(str, written))}]")
         return 0
 
-    def _mlp_maps(self, config: RunConfig) -> Path:
-        """The maps' file, where `fit` left it."""
-        return (
-            Path(self.output) if self.output else Path(config.results_dir) / "translators"
-        ) / f"{config.model.name}.mlp.safetensors"
-
-    def fit(self, config: RunConfig) -> list[Path]:
-        """The translators' files, one for each source layer."""
+    def fit(self, config: RunConfig) -> tuple[list[Path], Path | None]:
+        """Write the translators, one for each source layer, and the linear MLPs where some are asked for; returns their files."""
         import torch
 
         from quicksilver.fitting.fit import check_source_layers, fit_lens, fit_mlp_maps, fit_translators, priced
@@ -259,7 +247,7 @@ class Fit(Command):
         if self.lens:
             path = folder / f"{name}.lens.safetensors"
             fit_lens(arch, text, ridge=self.ridge, progress=bar("fitting")).save(path, dtype)
-            return [path]
+            return [path], None
         control = f".{self.control}" if self.control else ""
 
         def fitted() -> tuple[dict[int, Translator], MLPMaps | None]:
@@ -276,14 +264,16 @@ class Fit(Command):
             return found, maps
 
         (found, maps), cost = priced(fitted, model=name, layers=layers, distill_steps=self.distill, tokens=text.ids.numel())
+        maps_file: Path | None = None
         if maps:
-            maps.save(self._mlp_maps(config), dtype)
+            maps_file = folder / f"{name}.mlp.safetensors"
+            maps.save(maps_file, dtype)
         written = {layer: folder / f"{name}.layer{layer}{control}.safetensors" for layer in found}
         for layer, translator in found.items():
             translator.save(written[layer], dtype)
         print(cost.line())
         cost.save(folder / f"{name}{control}.cost.json")
-        return [*written.values()]
+        return [*written.values()], maps_file
 
     def _distilled(
         self, arch: Architecture, translator: Translator, maps: MLPMaps | None, text: FitText, prompt_tokens: int
@@ -321,7 +311,6 @@ class Schedule(Command):
     output: str | None = key("FILE", "default: results_dir/translators/MODEL.schedules.yaml")
 
     def main(self) -> int:
-        """Search and write."""
         if not self.save or not self.translators:
             asked = "quicksilver schedule save=[0.4,0.5] translators=[FILE] (of `quicksilver fit`)"
             raise ConfigError(f"Give budgets and translators: {asked}.")

@@ -21,7 +21,7 @@ import pandas as pd
 
 from quicksilver.measure.quality import NullResult
 from quicksilver.records.record import Record, load_record
-from quicksilver.records.stats import bootstrap, false_discovery, paired_records
+from quicksilver.records.stats import bootstrap, paired_records
 from quicksilver.records.times import TimedProcess
 from quicksilver.report.artefacts import Artefact, Outcome
 from quicksilver.report.claims import reported as rule
@@ -36,7 +36,7 @@ from quicksilver.report.claims.reported import (
     quantity,
     reported,
 )
-from quicksilver.report.comparison import FLOOR, against_dense, pool_noise
+from quicksilver.report.comparison import FLOOR, adjusted_p, against_dense, pool_noise
 from quicksilver.report.provenance import SHORT, timings
 from quicksilver.report.table import FALSE_DISCOVERIES, Column, Lines, Panel, Table, decimals_for, number, numbers, versus_null
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
@@ -159,10 +159,7 @@ class Source:
     @cached_property
     def answers(self) -> list[tuple[str, AnsweredBy]]:
         """Claims (entry, or entry.quantity) with what answers them: those that rows name, then those that the file declares.
-
-        Raises:
-            ConfigError: a claim that is not in reported*.yaml, a row that the experiment does not have.
-        """
+        Raises ConfigError: a claim that is not in reported*.yaml, a row that the experiment does not have."""
         rows, path = self.artefact.experiment.rows(), self.artefact.path
         named = [(row.reported, row) for row in rows if row.reported]
         times = Counter((claim, row.panel) for claim, row in named)
@@ -372,9 +369,7 @@ def frame(sources: Sequence[Source]) -> pd.DataFrame:
     then what other papers state, and the contradictions."""
     claims = (_Claim(entry, name) for entry in reported().values() for name in entry.quantities)
     rows = [row for claim in claims for row in _rows(claim, sources)]
-    # As in the tables: a record that answers several claims is one test, and of all of them 5% may be false discoveries.
-    tested = {row["record"]: row["versus_null_p"] for row in rows if "versus_null_p" in row}
-    adjusted = dict(zip(tested, false_discovery(list(tested.values())), strict=True))
+    adjusted = adjusted_p(rows)  # as in the tables, over all claims
     for row in rows:
         if "versus_null_p" in row and adjusted[row["record"]] > FALSE_DISCOVERIES:
             row["versus_null"] = _CHANCE[0]
@@ -528,11 +523,8 @@ def _statements(artefact: Artefact) -> Iterator[dict[str, Any]]:
 
 # --- as a table -------------------------------------------------------------------------------------------------------------------
 def ledger(sources: Sequence[Source], name: str = "claims", others: Mapping[str, pd.DataFrame] | None = None) -> Table:
-    """The ledger as a table, a panel for each group of claims.
-
-    Args:
-        others: ledgers of other models and texts by what they are called: what they say of a claim stands beside it.
-    """
+    """The ledger as a table, a panel for each group of claims. What `others`, ledgers of other models and texts by what they are called, say of
+    a claim stands beside it."""
     rows = frame(sources)
     elsewhere = {label: standing(found) for label, found in (others or {}).items()}
     texts = {label: _other_texts(found) for label, found in (others or {}).items()}
@@ -563,10 +555,7 @@ def ledger(sources: Sequence[Source], name: str = "claims", others: Mapping[str,
 
 def beginnings(asked: Sequence[str], artefacts: Sequence[Artefact]) -> list[str]:
     """What names of claims were asked to begin with, as names are written.
-
-    Raises:
-        ConfigError: no claim's name begins so.
-    """
+    Raises ConfigError: no claim's name begins so."""
     names = [f"{entry.id}.{name}" for entry in reported().values() for name in entry.quantities]
     names += [row["claim"] for row in (*_conflicts(), *(one for artefact in artefacts for one in _statements(artefact)))]
     begins = re.sub(r"\b(table|figure|section) +(?=\d)", r"\1", " ".join(asked).lower()).split()

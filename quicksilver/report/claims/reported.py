@@ -190,7 +190,11 @@ def by_the_rule(sense: Sense, target: Target, estimate: Estimate) -> str:
     reaches, rules_out = _questions(sense, target, estimate)
     if reaches and rules_out:
         return ""
-    if sense == "cost" or low is None:
+    if sense == "ratio" and high is not None:
+        least = max(floor, (1 - NEARLY) * (1 - high))
+        name = "1 less the noise" if least == floor else "1 less a tenth of the gain"
+        missed, no_more = f"begins above the claim ({high:.3g})", f"ends above {name} ({1 - least:.3g})"
+    elif sense == "cost" or low is None:
         assert high is not None
         missed, no_more = f"begins above the claim ({high:.3g})", f"ends above nearly twice the claim ({(1 + NEARLY) * high:.3g})"
     elif high is not None and low <= 0 <= high:
@@ -199,10 +203,6 @@ def by_the_rule(sense: Sense, target: Target, estimate: Estimate) -> str:
         least = max(floor, (1 - NEARLY) * low)
         name = "the noise" if least == floor > 0 else "a tenth of the claim"
         missed, no_more = f"ends below the claim ({low:.3g})", f"begins below {name} ({least:.3g})"
-    elif sense == "ratio":
-        least = max(floor, (1 - NEARLY) * (1 - high))
-        name = "1 less the noise" if least == floor else "1 less a tenth of the gain"
-        missed, no_more = f"begins above the claim ({high:.3g})", f"ends above {name} ({1 - least:.3g})"
     else:
         missed, no_more = "does not overlap the claim", "is not within a tenth of the claim and 1.9 times it"
     if missed.endswith("(0)") and no_more.endswith("(0)"):  # a claim without a size: one question, not two

@@ -41,6 +41,7 @@ ROWS = 500  # of a page of runs
 _BETTER = {"Δppl": -1, "Δ perplexity": -1, "Δ far recall": -1, "KL × 100": -1} | dict.fromkeys(
     ("exec", "nominal", "exec, prompt", "FLOPs saved", "KV bytes", "speedup"), 1
 )
+_COMPACT: dict[str, Any] = dict(ensure_ascii=False, separators=(",", ":"), allow_nan=False)  # JSON in pages
 _FEWEST_LEFT = 2  # the name of the row and one more are not a table
 _PLACES = ("data", "results_dir", "tracker")  # where things lie on the machine that made the record
 _DESCRIBED = (
@@ -53,10 +54,7 @@ _SHOWN_APART = {ENTRY, *_NAMES, *_DESCRIBED}
 
 def make(results_dir: Path | str) -> tuple[Path, list[Problem]]:
     """Write the site below `results_dir`; returns its first page and what is missing in it.
-
-    Raises:
-        ConfigError: there is no such folder, nothing was written in it yet, or `report` in it is not this command's.
-    """
+    Raises ConfigError: there is no such folder, nothing was written in it yet, or `report` in it is not this command's."""
     site = Site(Collection(Path(results_dir)))
     folder = site.there.root / "report"
     publish(folder, site.contents())  # pages of records that no table names any more go: nothing links to them
@@ -78,7 +76,9 @@ class Site:
         for run in tqdm(runs, "Pages", leave=False, disable=None):  # a bar on a terminal only
             contents |= self._run_pages(run)
         for script, words in self._words.items():
-            contents[script] = f'"use strict";\nconst sharedWords = {_json(dict(sorted(words.items())))};\n'.encode()
+            contents[script] = (
+                f'"use strict";\nconst sharedWords = {json.dumps(dict(sorted(words.items())), **_COMPACT)};\n'.encode()
+            )
         for before, piece, after in zip([None, *pieces], pieces, [*pieces[1:], None], strict=False):
             contents |= self._piece_pages(piece, before=before, after=after)
         panels = ((f"{one.title.partition(':')[0]}, {panel}", names) for one in pieces for panel, names in one.panels.items())
@@ -168,8 +168,10 @@ def _environment() -> jinja2.Environment:
     loader = jinja2.PackageLoader("quicksilver.report.site")
     options: dict[str, Any] = dict(trim_blocks=True, lstrip_blocks=True, autoescape=True, undefined=jinja2.StrictUndefined)
     environment = jinja2.Environment(loader=loader, **options)
-    environment.filters |= dict(signed=signed, json=_json, digits=_digits, value=_value, prose=prose, lines=cell_lines)
-    environment.filters |= dict(of_paper=of_paper, best=best)
+    environment.policies["json.dumps_kwargs"] = _COMPACT
+    environment.filters |= dict(
+        signed=signed, digits=_digits, value=_value, prose=prose, lines=cell_lines, of_paper=of_paper, best=best
+    )
     # Of rows of the ledger, how many have each verdict; and how many outcomes.
     environment.filters["counted"] = lambda rows: counted(row["verdict"] for row in rows)
     environment.filters["outcomes"] = lambda rows: counted(outcomes_of(pd.DataFrame(rows))) if rows else []
@@ -251,12 +253,6 @@ def _digits(value: Any) -> str:
         return f"{float(value):.4g}"
     except (TypeError, ValueError):
         return str(value)
-
-
-def _json(data: Any) -> Markup:
-    """For a `<script type="application/json">`: nothing in it can end the element."""
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
 
 
 def prose(text: str) -> Markup:

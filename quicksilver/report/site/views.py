@@ -52,10 +52,7 @@ def token_views(record: Record) -> list[dict[str, Any]]:
     None]), `merges` ([layer, slot, carrier]), `evictions` ([layer, slots]), `scored` (first scored token), `prompt` (whether what comes before is
     a prompt), `signals` (name to unit and values by token and layer), `nats` (by token, run and dense) and `words` (see `_words`). Layers count
     from 1.
-
-    Raises:
-        ConfigError: trace or signals are damaged.
-    """
+    Raises ConfigError: trace or signals are damaged."""
     inside = [place for place in record.texts_with_signals if not record.texts[place].name.startswith("window")]
     windows = [place for place in record.texts_with_signals if place not in inside]
     # Signals of further windows would only be more of the same.
@@ -205,10 +202,7 @@ def generated_texts(record: Record) -> dict[str, list[dict[str, Any]]]:
 
     Each has `prompt` (its number), `text` (the end of it, `cut` saying whether there is more before), `run` and `dense` (the continuations in
     pieces), `same_tokens` (before the first that differs), `agreement` (share of places with the same token, 0 to 1), `nats` and `dense_nats`.
-
-    Raises:
-        ConfigError: the file is damaged.
-    """
+    Raises ConfigError: the file is damaged."""
     if TEXTS not in record.files:
         return {}
     found: dict[str, list[dict[str, Any]]] = {GREEDY: [], SAMPLED: []}

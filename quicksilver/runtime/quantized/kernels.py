@@ -23,7 +23,7 @@ import json
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -322,11 +322,6 @@ class ChoosesKernels(ABC):
     @abstractmethod
     def measures(self) -> bool:
         """Whether what it computes depends on `choices`."""
-
-
-def linears_of(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """The linear layers of decoder layers."""
-    return [module for layer in layers for module in layer.modules() if isinstance(module, (nn.Linear, Conv1D))]
 
 
 def machine() -> str:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from quicksilver.runtime.architecture import linears_of
 from quicksilver.runtime.cache import CacheLayer
 from quicksilver.runtime.errors import UnsupportedModelError
 from quicksilver.runtime.ledger import BETA
@@ -95,7 +96,7 @@ class SimulatedExecutor(PrecisionExecutor):
             return call()
         linears = self._linears.get(layer)
         if linears is None:
-            linears = [LinearLayer(m.__dict__, m, {}) for m in layer.modules() if isinstance(m, (nn.Linear, Conv1D))]
+            linears = [LinearLayer(m.__dict__, m, {}) for m in linears_of([layer])]
             self._linears[layer] = linears
         previous = [linear.instance.get("forward") for linear in linears]
         seen: dict[str, Any] = {}

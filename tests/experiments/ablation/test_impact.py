@@ -9,8 +9,6 @@ from quicksilver.records.record import Record
 from quicksilver.report.artefacts import find
 from quicksilver.report.claims.reported import reported
 
-TABLE = {(row.panel, row.key): row for row in find("table", "11").experiment.rows()}
-
 
 def outcomes(results, number):
     rows = find("figure", number).experiment.rows()
@@ -28,13 +26,6 @@ def made(tmp_path_factory):
     """By figure: hand-made outcomes, and the figure that is drawn of them."""
     given = {number: outcomes(tmp_path_factory.mktemp("records"), number) for number in ("6", "7")}
     return {number: (one, find("figure", number).build(one, f"figure0{number}")) for number, one in given.items()}
-
-
-@pytest.mark.parametrize("number", ["4", "6", "7"])
-def test_the_runs_are_those_of_table_11(number):
-    rows = find("figure", number).experiment.rows()
-    assert rows
-    assert all(row == TABLE[row.panel, row.key] for row in rows)
 
 
 @pytest.mark.parametrize("number", ["6", "7"])

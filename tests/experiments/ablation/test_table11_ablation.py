@@ -9,13 +9,11 @@ from quicksilver.experiments.sweeps import table_fair_trial as fair_trial
 from quicksilver.report.artefacts import Outcome, find
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.comparison import COLUMNS
-from quicksilver.runs.choices import choices
 from quicksilver.runs.config import compose
 from quicksilver.runs.parts import build_modules
 
 ARTEFACT = find("table", "11")
 ROWS = ARTEFACT.experiment.rows()
-AVAILABLE = [row for row in ROWS if set(row.needs) <= set(choices("modules"))]
 PANELS = ("all", "continuation")
 WITHOUT = {
     ("all", "cumulative.quantization"): "not in this version",
@@ -37,8 +35,13 @@ def outcomes(results: Path) -> list[Outcome]:
 
 
 @pytest.fixture(scope="module")
-def table(tmp_path_factory):
-    return ARTEFACT.experiment.table(outcomes(tmp_path_factory.mktemp("results")), ARTEFACT.name)
+def made(tmp_path_factory):
+    return outcomes(tmp_path_factory.mktemp("results"))
+
+
+@pytest.fixture(scope="module")
+def table(made):
+    return ARTEFACT.experiment.table(made, ARTEFACT.name)
 
 
 def line(text: str, panel: str, technique: str) -> str:
@@ -55,16 +58,21 @@ def test_every_row_of_the_paper_has_its_row_in_both_panels_and_halting_alone_is_
         assert rows["isolated.halting"].overrides == rows["cumulative.halting"].overrides
 
 
-@pytest.mark.parametrize("row", AVAILABLE, ids=lambda row: f"{row.panel} {row.key}")
-def test_every_row_that_this_version_can_run_is_a_valid_run(row):
-    config = compose(row.overrides)
-    assert config.protocol.name == row.panel
-    assert len(build_modules(config.modules)) == len(config.modules)
-    assert bool(config.modules) == (row.key != "baseline")
+@pytest.fixture(scope="module")
+def configs():
+    """The run of every row, by panel and key."""
+    return {(row.panel, row.key): compose(row.overrides) for row in ROWS}
 
 
-def test_the_compared_signals_differ_in_nothing_else():
-    modules = {row.key: compose(row.overrides).modules for row in AVAILABLE if row.key.startswith("budget.")}
+def test_every_row_is_a_valid_run(configs):
+    for (panel, key), config in configs.items():
+        assert config.protocol.name == panel
+        assert len(build_modules(config.modules)) == len(config.modules), key
+        assert bool(config.modules) == (key != "baseline")
+
+
+def test_the_compared_signals_differ_in_nothing_else(configs):
+    modules = {key: config.modules for (_, key), config in configs.items() if key.startswith("budget.")}
     fused = modules.pop("budget.fusion")["token_fusion"]
     budgets = [dict(found["halting"]) for found in modules.values()]
     signals = [budget.pop("signal") for budget in budgets]
@@ -73,8 +81,8 @@ def test_the_compared_signals_differ_in_nothing_else():
     assert (fused["fused_share"], fused["start"]) == (budgets[0]["halted_share"], budgets[0]["window"][0])
 
 
-def test_the_best_chance_is_what_won_on_calibration_text_under_the_tables_own_protocol():
-    best = {row.key: compose(row.overrides) for row in AVAILABLE if row.key.startswith("best.")}
+def test_the_best_chance_is_what_won_on_calibration_text_under_the_tables_own_protocol(configs):
+    best = {key: config for (_, key), config in configs.items() if key.startswith("best.")}
     tested = {row.key: row for row in fair_trial.rows() if row.panel == fair_trial.TEST}
     budgets = {"halting": 15, "halting_prompt": 15, "kv_skipping": 5, "fusion": 15}
     pairs = {f"best.{mechanism}": f"{mechanism}.{budget}" for mechanism, budget in budgets.items()}
@@ -113,10 +121,10 @@ def test_a_row_without_a_record_says_why_and_shows_no_measured_number(table, tec
     assert row[measured].isna().all(axis=None)
 
 
-def test_looking_ahead_is_marked_and_explained_where_it_is_there(table, tmp_path):
+def test_looking_ahead_is_marked_and_explained_where_it_is_there(table, made):
     assert all("least drift (paper) †" in text for text in (table.text(), table.contents()["md"]))
     assert sum(line.startswith("† marks results") for line in table.legend) == 1
-    plain = [outcome for outcome in outcomes(tmp_path) if outcome.row.key != "budget.drift"]
+    plain = [outcome for outcome in made if outcome.row.key != "budget.drift"]
     assert "†" not in ARTEFACT.experiment.table(plain, "table11").text()
 
 
@@ -129,8 +137,8 @@ def test_the_notes_name_everything_the_numbers_depend_on(table):
         assert [words for words in (*said, *own) if words not in notes] == []
 
 
-def test_the_printed_table_fits_and_the_same_records_give_the_same_bytes(table, tmp_path):
+def test_the_printed_table_fits_and_the_same_records_give_the_same_bytes(table, made):
     assert max(map(len, table.text().splitlines())) <= 180
     assert max(map(len, table.text(100).splitlines())) <= 100
-    again = ARTEFACT.experiment.table(outcomes(tmp_path), ARTEFACT.name)
+    again = ARTEFACT.experiment.table(made, ARTEFACT.name)
     assert (again.text(), again.contents()) == (table.text(), table.contents())

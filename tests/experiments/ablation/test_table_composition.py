@@ -31,33 +31,34 @@ def test_every_row_is_a_run_that_the_protocol_takes_and_no_two_are_the_same() ->
 def outcome(results: Path, key: str, kl: float, **options: float) -> Outcome:
     row = next(row for row in composition.composition_rows() if row.panel == composition.PANEL and row.key == key)
     dense = fakes.make(results, "dense continuation", "continuation")
-    if key == "dense":
-        return Outcome(row, dense, dense)
     record = fakes.make(results, key, "continuation", per_token=0.01, prompt_timed=True, noise_pct=2.0, **options)
     noise = 0.001 * np.random.default_rng(len(key)).standard_normal(fakes.WINDOW_COUNT)
     record.__dict__["windows"] = record.windows.assign(kl_nats=kl + noise)
     return Outcome(row, record, dense)
 
 
-@pytest.mark.parametrize(("kl", "faster", "price"), [
+CASES = [
     (0.020, 0.60, 0.0),  # time for nothing
     (0.040, 0.60, 0.1),  # KL × 100 rises by 2 for 20 points
     (0.020, 0.41, None),
     (0.020, 0.30, None),
-])  # fmt: skip
-def test_a_price_is_kl_for_a_point_of_time(tmp_path: Path, kl: float, faster: float, price: float | None) -> None:
-    there = {
-        "dense": outcome(tmp_path / "a", "dense", 0),
-        "preset": outcome(tmp_path / "b", "preset", 0.020, saved=0.40, faster=0.40),
-        "add.skipping": outcome(tmp_path / "c", "add.skipping", kl, saved=0.5, faster=faster),
-    }
-    (said,) = composition.findings(there, comparison.frame([*there.values()]).set_index("key"))
-    assert said.startswith("Skipped K/V entries. Added to the preset: operations of the prompt +10.")
-    priced = said.split("], ")[1]
-    if price is None:
-        assert priced == "no time saved beyond the noise."
-    else:
-        assert float(priced.removesuffix(" for each point of time.")) == pytest.approx(price, abs=0.01)
-    change = composition.kl_change(there["add.skipping"], there["preset"])
-    assert change.low < change.value < change.high
-    assert change.value == pytest.approx(kl - 0.020, abs=1e-3)
+]
+
+
+def test_a_price_is_kl_for_a_point_of_time(tmp_path: Path) -> None:
+    preset = outcome(tmp_path, "preset", 0.020, saved=0.40, faster=0.40)
+    for number, (kl, faster, price) in enumerate(CASES):
+        there = {
+            "preset": preset,
+            "add.skipping": outcome(tmp_path / str(number), "add.skipping", kl, saved=0.5, faster=faster),
+        }
+        (said,) = composition.findings(there, comparison.frame([*there.values()]).set_index("key"))
+        assert said.startswith("Skipped K/V entries. Added to the preset: operations of the prompt +10.")
+        priced = said.split("], ")[1]
+        if price is None:
+            assert priced == "no time saved beyond the noise."
+        else:
+            assert float(priced.removesuffix(" for each point of time.")) == pytest.approx(price, abs=0.01)
+        change = composition.kl_change(there["add.skipping"], preset)
+        assert change.low < change.value < change.high
+        assert change.value == pytest.approx(kl - 0.020, abs=1e-3)

@@ -3,6 +3,7 @@
 import io
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -36,7 +37,7 @@ def outcomes(world, tmp_path_factory):
     words = [word for word in world if not word.startswith("measure")]
     texts = ",".join(f"'{sentence}'" for sentence in SENTENCES)
     words += [f"results_dir={results}", f"measure.signals.sentences=[{texts}]"]
-    words += ["measure.signals.windows=1", "measure.audit.probes=1"]
+    words += ["measure.signals.windows=1", "measure.audit.enabled=false", "dataset.windows=8", "protocol.batch_size=8"]
     rows = [
         replace(row, overrides=(*row.overrides[:-2], *NAMED)) if key == "overridden" else row
         for key, row in sentences.RUNS.items()
@@ -61,11 +62,6 @@ def made(outcomes):
 def signals(outcomes):
     """By row key, the signals of the first sentence."""
     return {key: one.record.signals(sentences.SENTENCE) for key, one in outcomes.items()}
-
-
-@pytest.fixture(scope="module")
-def fused(signals):
-    return signals["fusing"]
 
 
 # --- every artefact ---------------------------------------------------------------------------------------------------------------
@@ -210,13 +206,18 @@ def test_figure_2_has_all_four_panels_and_their_data(made):
 
 
 # --- K/V entries ------------------------------------------------------------------------------------------------------------------
-def test_entries_are_what_the_cache_has(signals):
+def test_entries_are_what_the_cache_has_and_figure_10_shows_the_share_that_all_prompts_hold(made, signals):
     signals = signals["all four"]
     entries = drawn.entries(signals)
     assert set(entries) <= set(drawn.ENTRIES)
     assert (entries.isin(["written", "kept"]) == (signals["kv"] & (signals["carrier"] == signals["slot"]))).all()
     assert ((entries == "written") <= signals["active"]).all()
     assert (entries[signals["layer"] == 0] == "written").all()
+    frame = made("figure", "10").frame
+    shares = frame[frame["entry"] == "all prompts"]
+    assert list(shares["layer"]) == list(range(1, LAYERS + 1))
+    assert shares["entries_pct"].iloc[0] == shares["entries_pct"].max() == 100
+    assert 0 <= shares["entries_pct"].min() < 100
 
 
 def test_the_map_has_a_bar_for_each_run_of_equal_entries():
@@ -229,17 +230,9 @@ def test_the_map_has_a_bar_for_each_run_of_equal_entries():
     assert bars == [(-0.5, 0.5, 1.5), (-0.5, 1.5, 0.5), (0.5, 2.5, 1.5), (1.5, 2.5, 0.5)]
 
 
-def test_figure_10_shows_the_share_that_all_prompts_hold(made):
-    frame = made("figure", "10").frame
-    shares = frame[frame["entry"] == "all prompts"]
-    assert list(shares["layer"]) == list(range(1, LAYERS + 1))
-    assert shares["entries_pct"].between(0, 100).all()
-    assert shares["entries_pct"].iloc[0] == 100
-    assert shares["entries_pct"].min() < 100
-
-
 # --- fused tokens -----------------------------------------------------------------------------------------------------------------
-def test_a_life_ends_where_a_neighbour_takes_over(fused):
+def test_a_life_ends_where_a_neighbour_takes_over(signals):
+    fused = signals["fusing"]
     lives, carriers = drawn.lives(fused).set_index("slot"), sentences.layers(fused, "carrier")
     merged = lives[lives["into"] != lives.index]
     assert len(merged) > 0
@@ -254,8 +247,8 @@ def test_a_life_ends_where_a_neighbour_takes_over(fused):
     assert sizes.loc[LAYERS].tolist() == lives["tokens"].tolist()
 
 
-def test_phrases_are_the_words_that_went_together(fused):
-    words, lives = drawn.phrases(fused), drawn.lives(fused).set_index("slot")
+def test_phrases_are_the_words_that_went_together(signals):
+    words, lives = drawn.phrases(signals["fusing"]), drawn.lives(signals["fusing"]).set_index("slot")
     assert set(words.index) == set(lives.index[lives["tokens"] > 1])
     for slot, text in words.items():
         assert len(text) == lives.loc[slot, "tokens"]  # one token is one byte here
@@ -265,12 +258,11 @@ def test_phrases_are_the_words_that_went_together(fused):
     assert len(drawn.phrase("word " * 20, 12)) == 12
 
 
-@pytest.mark.parametrize("across", [True, False])
-def test_there_is_an_arrow_for_each_fusion_inside_the_stretch(fused, across):
-    lives = drawn.lives(fused)
-    for slots in (range(len(lives)), range(4, 10)):
+def test_there_is_an_arrow_for_each_fusion_inside_the_stretch(signals):
+    lives = drawn.lives(signals["fusing"])
+    for across, slots in product((True, False), (range(len(lives)), range(4, 10))):
         with style():
             _, axes = panels()
-            drawn.draw_lives(axes[0, 0], fused, slots, across=across)
+            drawn.draw_lives(axes[0, 0], signals["fusing"], slots, across=across)
         inside = lives[lives["slot"].isin(slots) & lives["into"].isin(slots) & (lives["into"] != lives["slot"])]
         assert sum(isinstance(patch, FancyArrowPatch) for patch in axes[0, 0].patches) == len(inside)

@@ -6,6 +6,7 @@ import pytest
 from harness_world import LAYERS, PROMPT, WINDOW
 
 from quicksilver.experiments.inside import trace_counts
+from quicksilver.report.artefacts import find
 from quicksilver.runs.config import compose
 from quicksilver.runs.run import ensure
 from quicksilver.runtime.errors import ConfigError
@@ -21,7 +22,12 @@ MODULES = [
 
 @pytest.fixture(scope="module")
 def records(world, tmp_path_factory):
-    base = [*world, f"results_dir={tmp_path_factory.mktemp('fates')}", "measure.null_control.enabled=false"]
+    base = [
+        *world,
+        f"results_dir={tmp_path_factory.mktemp('fates')}",
+        "measure.null_control.enabled=false",
+        "measure.audit.enabled=false",
+    ]
     runs = (["protocol=continuation", *MODULES], ["protocol=all", "modules=[halting]"], [])
     return ensure([compose([*base, *more]) for more in runs])
 
@@ -75,6 +81,11 @@ def test_under_all_there_is_one_part_and_a_dense_record_has_nothing_to_count(rec
             count(records[2])
 
 
+def test_each_run_that_is_counted_is_a_row_of_table_11():
+    for name, keys in (("4", [trace_counts.ALL_FOUR]), ("token_decay", trace_counts.DECAYING)):
+        assert {row.key for row in find("figure", name).experiment.rows()} == {*keys}
+
+
 def test_a_share_is_a_ratio_of_sums_with_its_interval():
     share = trace_counts.share_pct(pd.Series([1, 3] * 4), pd.Series([10, 10] * 4))
     assert share.value == pytest.approx(20)
@@ -86,18 +97,12 @@ def test_a_share_is_a_ratio_of_sums_with_its_interval():
 DEPTH = np.arange(1, 9)
 
 
-def decay(active):
-    frames = [pd.DataFrame({"window": window, "layer": DEPTH, "tokens": 1e6, "active": active}) for window in range(8)]
-    return trace_counts.decay_per_layer(pd.concat(frames), 8)
+def test_an_exponential_decay_is_found_again_and_what_is_none_is_a_bad_fit():
+    def decay(active):
+        frames = [pd.DataFrame({"window": window, "layer": DEPTH, "tokens": 1e6, "active": active}) for window in range(8)]
+        return trace_counts.decay_per_layer(pd.concat(frames), 8)
 
-
-@pytest.mark.parametrize("alpha", [0.02, 0.1, 0.5])
-def test_an_exponential_decay_is_found_again(alpha):
-    found, quality = decay(1e6 * np.exp(-alpha * DEPTH))
-    assert found.value == pytest.approx(alpha)
-    assert found.low == pytest.approx(alpha)
-    assert quality == pytest.approx(1)
-
-
-def test_what_is_no_decay_is_a_bad_fit():
+    for alpha in (0.02, 0.1, 0.5):
+        found, quality = decay(1e6 * np.exp(-alpha * DEPTH))
+        assert (found.value, found.low, quality) == pytest.approx((alpha, alpha, 1))
     assert decay(np.where(DEPTH < 7, 1e6, 1e5))[1] < 0.7

@@ -22,8 +22,8 @@ def outcomes(tmp_path_factory) -> dict[str, Outcome]:
     world = [word for word in make_world(folder, window=96, prompt=80) if not word.startswith(("dataset", "measure"))]
     bank = make_treebank(folder / "bank", sentences=120, space="")
     world += [f"dataset.files.test={bank}", f"dataset.files.calibration={bank}"]
-    world += ["dataset.windows=12", "dataset.calibration_windows=4"]
-    world += [f"results_dir={folder / 'results'}", "measure.word_signals.windows=6"]
+    world += ["dataset.windows=8", "dataset.calibration_windows=2", "protocol.batch_size=8"]
+    world += [f"results_dir={folder / 'results'}", "measure.word_signals.windows=4"]
     rows = [*runs.halting(runs.MAIN, "paper_b2"), *runs.fusion()[:2]]
     tiny = "modules.halting.resume_layers=0"  # six layers
     found = {}
@@ -39,12 +39,13 @@ def all_of(number: str, outcomes: dict[str, Outcome], kind: str = "table") -> li
 
 
 def test_a_user_s_dataset_takes_the_place_of_the_treebank():
-    default = jobs_of(find("table", "2"), [], RecordIndex("nowhere"))
-    assert {job.config.dataset.name for job in default if job.config is not None} == {"gum"}
-    chosen = jobs_of(find("table", "12"), ["dataset=ud-ewt"], RecordIndex("nowhere"))
-    assert {job.config.dataset.name for job in chosen if job.config is not None} == {"ud-ewt"}
-    assert len(chosen) == len(default) == len(runs.halting())
-    depths = [job.config.modules["token_fusion"]["start"] for job in jobs_of(find("table", "13"), [], RecordIndex("nowhere"))]
+    default, chosen = (
+        jobs_of(find("table", number), asked, RecordIndex("nowhere")) for number, asked in (("13", []), ("2", ["dataset=ud-ewt"]))
+    )
+    assert len(chosen) == len(runs.halting())
+    for jobs, name in ((default, "gum"), (chosen, "ud-ewt")):
+        assert {job.config.dataset.name for job in jobs if job.config is not None} == {name}
+    depths = [job.config.modules["token_fusion"]["start"] for job in default]
     assert depths == pytest.approx([12 / 30, 15 / 30, 20 / 30], abs=1e-3)
 
 

@@ -39,6 +39,11 @@ def outcomes(results: Path, lost_and_left: dict[str, tuple[float, float]], **cha
     return fakes.outcomes(results, methods.rows(), made)
 
 
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
+    return outcomes(tmp_path_factory.mktemp("records"), MEASURED)
+
+
 def peers() -> set[str]:
     """The modules whose class is a baseline."""
     return {name for name in choices("modules") if module_entry(name)[1]["_target_"].startswith("quicksilver.baselines.")}
@@ -68,8 +73,8 @@ def test_searched_rows_have_their_models_own_dial_of_least_kl_at_the_budget() ->
             assert {*found["overrides"]} <= {*words}, "the run of the table is the run that was searched"
 
 
-def test_the_frontier_is_of_what_is_beyond_noise_and_interval(tmp_path: Path) -> None:
-    frame = methods.frame(outcomes(tmp_path, MEASURED)).set_index("key")
+def test_the_frontier_is_of_what_is_beyond_noise_and_interval(usual) -> None:
+    frame = methods.frame(usual).set_index("key")
     front = set(frame.index[frame["front"]])
     # bfloat16 is 0.5% faster, which is within the noise, and loses nothing: it ties with dense.
     assert {"dense", "one_shot_halting", "ours.halting_attention"} <= front
@@ -78,13 +83,12 @@ def test_the_frontier_is_of_what_is_beyond_noise_and_interval(tmp_path: Path) ->
     assert pd.isna(frame.loc["static_exit", "judged_loss_pct"])
 
 
-def test_what_is_said_about_ours_names_the_peers_that_are_better(tmp_path: Path) -> None:
-    frame = methods.frame(outcomes(tmp_path / "a", MEASURED))
-    on = " ".join(methods.findings(frame))
+def test_what_is_said_about_ours_names_the_peers_that_are_better(usual, tmp_path: Path) -> None:
+    on = " ".join(methods.findings(methods.frame(usual)))
     assert unsaid(on, "Halting, least attended (+39% of the prompt's time", "is beaten by no method of others") == []
     assert unsaid(on, "takes 0.41 of the time of dynamic int8, which takes 1.50", "0.40 of its quantized baseline") == []
     worse = MEASURED | {"ours.halting_attention": (0.04, 0.63)}
-    off = " ".join(methods.findings(methods.frame(outcomes(tmp_path / "b", worse))))
+    off = " ".join(methods.findings(methods.frame(outcomes(tmp_path, worse))))
     assert "is beaten by Prompt" in off or "is beaten by One" in off
     assert unsaid(off, "Prompt pruning (LazyLLM), +38%", "One-shot halting (DASH), +40%") == []
     assert "Token merging" not in off.partition("is beaten by ")[2]
@@ -102,60 +106,58 @@ def test_decoding_is_printed_where_it_was_timed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "number"), first([("table", "peers"), ("figure", "8"), ("figure", "15")]))
-def test_table_and_figure_are_made_of_what_there_is_and_are_the_same_twice(kind: str, number: str, tmp_path: Path) -> None:
+def test_table_and_figure_are_made_of_what_there_is_and_are_the_same_twice(usual, kind: str, number: str, tmp_path: Path) -> None:
     artefact = find(kind, number)
     claimed = [methods.THREE] * (kind == "figure")
     assert [row.key for row in artefact.experiment.rows()] == [*(row.key for row in methods.rows()), *claimed]
-    made = [artefact.build(outcomes(tmp_path, MEASURED), artefact.name) for _ in range(2)]
+    made = [artefact.build(usual, artefact.name) for _ in range(2)]
     first, second = ([path.read_bytes() for path in one.write(tmp_path / str(i))] for i, one in enumerate(made))
     assert first == second
     text = made[0].text(160)
     assert unsaid(text, "is beaten by", "reference-gpt2") == []
 
 
-def test_attributes_are_read_off_the_classes() -> None:
-    found = attributes.techniques().set_index("module")
-    assert found.loc["halting", "verbs"] == "halt"
-    assert found.loc["token_fusion", "verbs"] == "fuse, merge_cache"
-    assert found.loc["sink_attention", "verbs"] == "evict, span"
-    assert found.loc["heavy_hitter", "acts"] == "between passes"
-    assert found.loc["confidence_exit", "acts"] == "anywhere"
-    assert found.loc["prompt_lookup", "weights"] == "frozen"
-    assert found.loc["int8_dynamic", "excludes"] == "adaptive_quantization, bfloat16, channel_sparsity, fastest_linear"
-    assert found.loc["one_shot_halting", "source"] == "2604.18103"
+@pytest.fixture(scope="module")
+def techniques() -> pd.DataFrame:
+    return attributes.techniques()
+
+
+def test_attributes_are_read_off_the_classes(techniques) -> None:
+    found = techniques.set_index("module")
+    read = {
+        ("halting", "verbs"): "halt",
+        ("token_fusion", "verbs"): "fuse, merge_cache",
+        ("sink_attention", "verbs"): "evict, span",
+        ("heavy_hitter", "acts"): "between passes",
+        ("confidence_exit", "acts"): "anywhere",
+        ("prompt_lookup", "weights"): "frozen",
+        ("int8_dynamic", "excludes"): "adaptive_quantization, bfloat16, channel_sparsity, fastest_linear",
+        ("one_shot_halting", "source"): "2604.18103",
+    }
+    assert {place: found.loc[place] for place in read} == read
     assert not {"static_depth", "random_halting"} & set(found.index)
     # every peer says where it comes from
     assert (found.loc[sorted(peers()), "source"] != "").all()
 
 
-@pytest.mark.parametrize("number", ["1", "6"])
-def test_tables_of_the_paper_s_words_have_what_is_derived_beside_them(number: str, tmp_path: Path) -> None:
-    artefact = find("table", number)
-    assert artefact.experiment.rows() == []
-    table = artefact.build([], artefact.name)
-    text = table.text(200)
-    assert "the paper" in text
-    if number == "1":
-        assert set(table.frame["panel"]) == {"paper", "derived"}
-        derived = table.frame[table.frame["panel"] == "derived"]
-        assert set(derived["class"]) == set(attributes.techniques()["class"])  # none is forgotten
-    else:
-        assert unsaid(text, "p25", "asked at 10") == []
+def test_tables_of_the_paper_s_words_have_what_is_derived_beside_them(techniques) -> None:
+    table_1, table_6 = (find("table", number) for number in ("1", "6"))
+    assert table_1.experiment.rows() == table_6.experiment.rows() == []
+    table = table_1.build([], table_1.name)
+    assert set(table.frame["panel"]) == {"paper", "derived"}
+    derived = table.frame[table.frame["panel"] == "derived"]
+    assert set(derived["class"]) == set(techniques["class"])  # none is forgotten
+    assert "the paper" in table.text(200)
+    assert unsaid(table_6.build([], table_6.name).text(200), "the paper", "p25", "asked at 10") == []
 
 
-def test_the_taxonomy_has_a_leaf_for_every_technique() -> None:
-    techniques = [("halting", "Halting", "halt"), ("exit", "StaticExit", "halt, skip_kv"), ("preset", "PresetHalting", ""),
-                  ("token_fusion", "TokenFusion", "fuse, merge_cache"), ("window", "SlidingWindow", "span")]  # fmt: skip
-    found = pd.DataFrame(
-        [{"module": a, "class": b, "verbs": c, "acts": "", "weights": "", "source": ""} for a, b, c in techniques]
-    )
-    leaves = attributes.taxonomy(found).set_index("module")
-    assert set(leaves.index) == set(found["module"])
-    assert leaves["quicksilver"].to_dict() == {name: name in ("halting", "token_fusion") for name in found["module"]}
-    assert leaves["branch"]["halting"] == leaves["branch"]["exit"] == attributes.BRANCHES["halt"]
-    assert leaves["branch"]["preset"] not in attributes.BRANCHES.values()
-    assert sorted(leaves["height"]) == list(range(5))
-    branches = attributes.taxonomy(attributes.techniques()).set_index("module")["branch"]
-    assert branches["prompt_truncation"] == "which tokens enter"
-    assert not {"quicksilver", "quicksilver_50"} & {*branches.index}
-    assert "predicted_kv" in branches.index
+def test_the_taxonomy_has_a_leaf_for_every_technique(techniques) -> None:
+    leaves = attributes.taxonomy(techniques).set_index("module")
+    assert set(leaves.index) == set(techniques["module"])
+    assert {*leaves.index[leaves["quicksilver"]]} == {"halting", "kv_skipping", "token_fusion", "adaptive_quantization"}
+    branch = leaves["branch"]
+    assert branch["halting"] == branch["static_exit"] == attributes.BRANCHES["halt"]
+    assert branch["predicted_kv"] not in attributes.BRANCHES.values()  # a preset of several
+    assert branch["prompt_truncation"] == "which tokens enter"
+    assert not {"quicksilver", "quicksilver_50"} & {*leaves.index}
+    assert sorted(leaves["height"]) == list(range(len(techniques)))

@@ -1,5 +1,6 @@
 """Losses of a task are paired by example; a task at chance has no verdict; the table says both."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from quicksilver.records.record import Record
 from quicksilver.report.artefacts import Outcome, find
 from quicksilver.report.claims.reported import reported
 from quicksilver.report.figure import GREY
-from quicksilver.runs.choices import choices
 from quicksilver.runs.config import compose
 from quicksilver.runtime.errors import ConfigError
 
@@ -59,6 +59,9 @@ def test_a_loss_is_paired_by_example(tmp_path: Path) -> None:
     assert found.smallest > found.value / 3
     same = scores.lost(record(tmp_path, "same", wrong(*range(20))), dense)
     assert (same.value, same.low, same.high, same.p, same.flipped) == (0, 0, 0, 1, 0)
+    own = scores.score(dense)
+    assert own.value == pytest.approx(90)
+    assert 80 < own.low < 90 < own.high < 96
 
 
 def test_mcnemar_is_the_binomial_test_of_what_differs() -> None:
@@ -91,13 +94,12 @@ def test_a_task_at_chance_has_nothing_to_lose(tmp_path: Path) -> None:
 def test_the_table_says_what_was_lost_and_what_could_have_been_seen(tmp_path: Path) -> None:
     dense = record(tmp_path, "dense", wrong(*range(20)), dense=True)
     run = record(tmp_path, "run", wrong(*range(40)), saved=0.4)
-    outcomes = []
-    for row in scores.rows():
-        task, system = row.key.split(".")
-        if task != "sst2":
-            outcomes.append(Outcome(row, reason="no record"))
-        else:
-            outcomes.append(Outcome(row, dense if system == "dense" else run, dense))
+    outcomes = [
+        Outcome(row, dense if row.key == "sst2.dense" else run, dense)
+        if row.key.startswith("sst2")
+        else Outcome(row, reason="none")
+        for row in scores.rows()
+    ]
     table = scores.table04_tasks(outcomes, "table04")
     text = table.text()
     assert unsaid(text, "94.8", "Ours: least attended stop: SST-2 -10.0", "seen from") == []
@@ -107,16 +109,9 @@ def test_the_table_says_what_was_lost_and_what_could_have_been_seen(tmp_path: Pa
     assert pd.isna(frame.loc["cola.dense", "score"])
 
 
-def test_a_score_has_its_interval(tmp_path: Path) -> None:
-    found = scores.score(record(tmp_path, "run", wrong(*range(40)), saved=0.4))
-    assert found.value == pytest.approx(80)
-    assert 70 < found.low < 80 < found.high < 90
-
-
 def test_rows_compose_and_claims_are_there() -> None:
     rows = scores.rows()
     assert len({row.key for row in rows}) == len(rows) == len(scores.TASKS) * len(scores.SYSTEMS)
-    assert {name for row in rows for name in row.needs} <= set(choices("modules"))
     for row in [row for row in rows if row.key.startswith("rte")]:
         config = compose(row.words(()))
         assert config.model.name == scores.MODEL
@@ -140,11 +135,8 @@ def outcomes(folder: Path, dense_wrong: np.ndarray) -> list[Outcome]:
 
 def test_classes_compose_and_their_nulls_stand_beside_them() -> None:
     rows = scores.word_class_rows()
-    assert {need for row in rows for need in row.needs} <= set(choices("modules"))
-    keys = {row.key for row in rows}
-    assert {
-        f"sst2.{kind}.{depth}{null}" for kind in scores.CLASSES for depth in scores.DEPTHS for null in ("", ".random")
-    } <= keys
+    wanted = product(("sst2",), scores.CLASSES, map(str, scores.DEPTHS), ("", ".random"))
+    assert {".".join(one[:3]) + one[3] for one in wanted} <= {row.key for row in rows}
     config = compose([*rows[-1].defaults, *rows[-1].overrides])
     assert config.modules["word_class_halting"]["halted"] == "content"
     assert find("figure", "3") == find("figure", "18")
@@ -165,14 +157,11 @@ def test_what_is_drawn_is_what_was_lost(tmp_path: Path) -> None:
     assert made.png().startswith(b"\x89PNG")
 
 
-def test_a_task_at_chance_is_grey_and_says_so(tmp_path: Path) -> None:
+def test_a_task_at_chance_is_grey_and_says_so_and_nothing_is_drawn_without_a_record(tmp_path: Path) -> None:
     made = scores.figure03_18_word_classes(outcomes(tmp_path, wrong(*range(0, COUNT, 2))), "figure")
     lines = [line for line in made.drawing.axes[0].get_lines() if len(line.get_xdata()) == len(scores.DEPTHS)]
     assert lines
     assert {to_hex(line.get_color()) for line in lines} == {GREY}
     assert "is not above chance, so nothing can be lost there" in " ".join(made.text().split())
-
-
-def test_nothing_is_drawn_without_a_record() -> None:
     with pytest.raises(ConfigError, match="nothing to draw"):
         scores.figure03_18_word_classes([Outcome(row, reason="failed") for row in scores.word_class_rows()], "figure")

@@ -51,15 +51,12 @@ def source(results: Path, *, answers=None, named="table11.isolated.halting", rea
     return Source(artefact, outcomes, COMMAND)
 
 
-def row(sources, claim: str) -> pd.Series:
-    found = frame(sources)
-    found = found[found["claim"] == claim]
-    assert len(found) == 1
-    return found.iloc[0]
+def judged(results: Path, **options) -> pd.DataFrame:
+    """By claim, the ledger of one source; a claim with several rows gives no single value."""
+    return frame([source(results, **options)]).set_index("claim")
 
 
-def halting(tmp_path, quantity: str, **options) -> pd.Series:
-    return row([source(tmp_path, **options)], f"table11.isolated.halting.{quantity}")
+HALTING = "table11.isolated.halting"
 
 
 def test_without_records_every_claim_and_contradiction_has_a_row_that_says_why():
@@ -67,17 +64,21 @@ def test_without_records_every_claim_and_contradiction_has_a_row_that_says_why()
     expected = {f"{entry.id}.{name}" for entry in reported().values() for name in entry.quantities}
     assert set(found.loc[found["kind"].isin(("claim", claims.SETTING)), "claim"]) == expected
     assert set(found.loc[found["kind"] == "conflict", "claim"]) == {f"conflict.{row.id}" for row in contradictions()}
-    judged = found[found["kind"] == "claim"]
-    assert set(judged["verdict"]) == {"not measured", "not comparable", "by definition"}
-    fixed = judged.loc[judged["verdict"] == "by definition", "claim"].tolist()
+    outcomes = found[found["kind"] == "claim"]
+    assert set(outcomes["verdict"]) == {"not measured", "not comparable", "by definition"}
+    fixed = outcomes.loc[outcomes["verdict"] == "by definition", "claim"].tolist()
     assert fixed == ["table3.uniform8.flops_saved_pct", "i3.bound.bound_holds_share"]  # whatever is measured
-    of_tokens = judged[judged["claim"].str.startswith("table5.")]
+    of_tokens = outcomes[outcomes["claim"].str.startswith("table5.")]
     assert set(of_tokens["verdict"]) == {"not comparable"}  # levels of one sentence in a model without a name
-    assert (judged["why"] != "").all()
-    assert judged["measured"].isna().all()
-    setting = found.set_index("claim").loc["b2.thresholds.tau_drift"]
+    assert (outcomes["why"] != "").all()
+    assert outcomes["measured"].isna().all()
+    by_claim = found.set_index("claim")
+    setting = by_claim.loc["b2.thresholds.tau_drift"]
     assert (setting["verdict"], setting["reported"]) == ("not comparable", "0.045")
     assert "conf/modules/halting_paper_b2.yaml: tau_drift" in setting["why"]
+    ends = ["target_low", "target_high"]  # in percent of dense: 3.1 of 121.0 ms, 0.34 of 0.51 g
+    assert by_claim.loc["e7.latency.latency_saved_ms", ends].tolist() == pytest.approx([2.52, 2.61], abs=0.05)
+    assert by_claim.loc["f2.kv_skipping.emissions_g_per_token", ends].tolist() == pytest.approx([31.68, 34.95], abs=0.05)
 
 
 @pytest.mark.parametrize(("saved", "faster", "per_token", "more", "verdicts"), [
@@ -90,99 +91,88 @@ def test_without_records_every_claim_and_contradiction_has_a_row_that_says_why()
     (0.0, -0.30, 0.2, {}, ["not reproduced"] * 3),
 ])  # fmt: skip
 def test_a_saving_is_judged_with_the_quality_that_it_is_claimed_with(tmp_path, saved, faster, per_token, more, verdicts):
-    sources = [source(tmp_path, saved=saved, faster=faster, per_token=per_token, **more)]
-    found = [row(sources, f"table11.isolated.halting.{name}") for name in ("flops_saved_pct", "speedup_pct", "delta_ppl")]
-    assert [one["verdict"] for one in found] == verdicts
+    found = judged(tmp_path, saved=saved, faster=faster, per_token=per_token, **more)
+    of_run = found.loc[[f"{HALTING}.{name}" for name in ("flops_saved_pct", "speedup_pct", "delta_ppl")]]
+    assert of_run["verdict"].tolist() == verdicts
     if saved > 0.2 and verdicts[0] != "reproduced":
-        assert "by itself, but table11.isolated.halting.delta_ppl, claimed with it" in found[0]["why"]
+        assert f"by itself, but {HALTING}.delta_ppl, claimed with it" in of_run.iloc[0]["why"]
 
 
-def test_perplexity_is_compared_in_percent_of_the_papers(tmp_path):
-    found = halting(tmp_path, "delta_ppl", saved=0.2, faster=0.2, per_token=0.003)
+def test_a_row_has_its_number_in_percent_its_interval_and_where_it_comes_from(tmp_path):
+    found = judged(tmp_path, saved=0.2, per_token=0.003).loc[f"{HALTING}.delta_ppl"]
     assert (found["target_low"] + found["target_high"]) / 2 == pytest.approx(100 * 0.12 / 18.2)
     assert found["measured"] == pytest.approx(100 * 0.003, abs=0.1)
     assert found["measured_low"] < found["measured"] < found["measured_high"]
-    assert found["versus_null"] == "better than chance"
-    found = halting(tmp_path, "delta_ppl", saved=0.2, per_token=0.05, null_per_token=0.01)
-    assert found["versus_null"] == "worse than chance"
+    described = ["table11", "all", "compact", "reference-gpt2", "python-docs"]
+    assert found[["artefact", "protocol", "execution", "model", "data"]].tolist() == described
+    assert Store(tmp_path).get(found["record"]) is not None
+    assert (found["dense_record"], found["command"]) == (fakes.fingerprint("dense all"), COMMAND)
+    one = source(tmp_path, answers={HALTING: AnsweredBy("all", "run")}, saved=0.2)
+    assert (frame([one, one])["claim"] == f"{HALTING}.delta_ppl").sum() == 1  # the same record answers a claim once
 
 
 def test_better_than_chance_is_decided_over_all_tests_of_the_ledger(tmp_path, monkeypatch):
-    monkeypatch.setattr("quicksilver.report.claims.ledger.false_discovery", lambda p_values: [0.06 for _ in p_values])
-    assert halting(tmp_path, "delta_ppl", saved=0.2)["versus_null"] == "no better than chance"
+    def against_chance(**run) -> str:
+        return judged(tmp_path, saved=0.2, **run).loc[f"{HALTING}.delta_ppl", "versus_null"]
 
-
-def test_a_row_names_where_its_number_comes_from(tmp_path):
-    found = halting(tmp_path, "speedup_pct", saved=0.2, faster=0.2)
-    assert found[["artefact", "protocol", "execution", "model", "data"]].tolist() == [
-        *("table11", "all", "compact", "reference-gpt2", "python-docs")
-    ]
-    assert Store(tmp_path).get(found["record"]) is not None
-    one = source(tmp_path, answers={"table11.isolated.halting": AnsweredBy("all", "run")}, saved=0.2)
-    assert (frame([one, one])["claim"] == found["claim"]).sum() == 1  # the same record answers a claim once
-    assert found["dense_record"] == fakes.fingerprint("dense all")
-    assert found["command"] == COMMAND
+    assert against_chance(per_token=0.003) == "better than chance"
+    assert against_chance(per_token=0.05, null_per_token=0.01) == "worse than chance"
+    monkeypatch.setattr("quicksilver.records.stats.false_discovery", lambda p_values: [0.06 for _ in p_values])
+    assert against_chance() == "no better than chance"
 
 
 NO_ENERGY = ConfigError("record.json has no entry 'energy'")
-FAST, SIMULATED = "table11.isolated.halting.speedup_pct", {"kernels": {"one": "float products"}}
+FAST, SIMULATED = f"{HALTING}.speedup_pct", {"kernels": {"one": "float products"}}
 
 
 @pytest.mark.parametrize(("claim", "options", "of", "verdict", "why"), [
     (FAST, {}, None, "not measured", f"no record: {COMMAND}"),
     (FAST, {"reason": "refused under all"}, None, "not measured", "refused under all"),
     (FAST, {"saved": 0.3, "changes": SIMULATED}, None, "not measured", "simulated"),
-    ("table11.isolated.halting.delta_ppl", {"saved": 0.3, "changes": {"lookahead": True}}, None, "not comparable", "looks ahead"),
+    (f"{HALTING}.delta_ppl", {"saved": 0.3, "changes": {"lookahead": True}}, None, "not comparable", "looks ahead"),
     ("o.bound.bound_holds_share", {"saved": 0.2}, lambda panel: Estimate(1.0, 1.0, 1.0), "not comparable", "γ is any constant"),
     ("f2.joint.speedup_pct", {"saved": 0.2}, Mock(side_effect=NO_ENERGY), "not measured", "record.json has no entry 'energy'"),
 ])  # fmt: skip
 def test_what_is_not_judged_says_why(tmp_path, claim, options, of, verdict, why):
     answers = {} if of is None else {claim: AnsweredBy("all", "run", of=of)}
-    found = row([source(tmp_path, answers=answers, **options)], claim)
+    found = judged(tmp_path, answers=answers, **options).loc[claim]
     assert found["verdict"] == verdict
     assert why in found["why"]
 
 
 def test_what_is_true_by_definition_is_not_counted(tmp_path):
-    quantized = "table11.isolated.quantization.flops_saved_pct"
-    sources = [source(tmp_path, answers={quantized: AnsweredBy("all", "run", by_definition="nothing else")}, saved=0.2)]
+    quantized, charged = "table11.isolated.quantization.flops_saved_pct", "table3.uniform8.flops_saved_pct"
+    answers = {quantized: AnsweredBy("all", "run", by_definition="nothing else")}
+    made = ledger([source(tmp_path, named="table3.uniform8", answers=answers, saved=0.25, per_token=0.003)])
+    found = made.frame.set_index("claim")
     zero = "dense inference itself: zero by definition"
-    for claim, why in (("table11.baseline.speedup_pct", zero), (quantized, "nothing else")):
-        found = row(sources, claim)
-        assert (found["verdict"], found["why"]) == ("by definition", why)
-    assert found["measured"] == pytest.approx(20)
-    made = ledger(sources)
+    for claim, why in (("table11.baseline.speedup_pct", zero), (quantized, "nothing else"), (charged, "circular")):
+        assert found.loc[claim, "verdict"] == "by definition"
+        assert why in found.loc[claim, "why"]
+    assert found.loc[quantized, "measured"] == pytest.approx(25)
     assert not any("by definition" in text for text in (made.title, *(panel.title for panel in made.panels)))
-
-
-def test_a_charge_that_was_chosen_to_give_a_number_does_not_reproduce_it(tmp_path):
-    claim, run = "table3.uniform8.flops_saved_pct", {"saved": 0.25, "per_token": 0.003}
-    found = row([source(tmp_path, named="table3.uniform8", **run)], claim)
-    assert found["verdict"] == "by definition"
-    assert "circular" in found["why"]
-    # Another ledger, declared as an answer of its own, is judged.
-    own = {claim: AnsweredBy("all", "run", of=lambda panel: Estimate(0.0, 0.0, 0.0), note="another β")}
-    found = row([source(tmp_path / "own", named=None, answers=own, **run)], claim)
+    # Another ledger than the one whose charge gives the number, declared as an answer of its own, is judged.
+    own = {charged: AnsweredBy("all", "run", of=lambda panel: Estimate(0.0, 0.0, 0.0), note="another β")}
+    found = judged(tmp_path, named=None, answers=own, saved=0.25).loc[charged]
     assert (found["verdict"], found["note"]) == ("not reproduced", "another β")
 
 
-@pytest.mark.parametrize("claim", ["table11.isolated.kv_skipping.flops_saved_pct", "p4.isolated.kv_skipping.flops_saved_pct"])
-def test_what_the_papers_formula_cannot_count_is_judged_in_the_nominal_ledger(tmp_path, claim):
-    one = source(tmp_path, named=claim.rpartition(".")[0], saved=0.2, per_token=0.003)
-    for name in ("record", "dense"):
-        windows = getattr(one.outcomes[1], name).windows
-        windows["nominal_flops"] = 100 - 12 * (name == "record")
-    assert row([one], claim)["measured"] == pytest.approx(12.0)
+def test_what_the_papers_formula_cannot_count_is_judged_in_the_nominal_ledger(tmp_path):
+    for claim in ("table11.isolated.kv_skipping", "p4.isolated.kv_skipping"):
+        one = source(tmp_path, named=claim, saved=0.2, per_token=0.003)
+        for name in ("record", "dense"):
+            windows = getattr(one.outcomes[1], name).windows
+            windows["nominal_flops"] = 100 - 12 * (name == "record")
+        assert frame([one]).set_index("claim").loc[f"{claim}.flops_saved_pct", "measured"] == pytest.approx(12.0)
 
 
 def test_an_absolute_number_is_compared_on_its_own_model_only(tmp_path):
     answers = {"table3.baseline.ppl": AnsweredBy("all", "baseline")}
     own = {"model": {**fakes.described("any")["model"], "name": "gpt2-large"}}
     for changes, verdict in ((None, "not comparable"), (own, "partly")):
-        sources = [source(tmp_path / verdict, answers=answers, saved=0.2, changes=changes)]
-        found = row(sources, "table3.baseline.ppl")
+        found = judged(tmp_path / verdict, answers=answers, saved=0.2, changes=changes).loc["table3.baseline.ppl"]
         assert found["verdict"] == verdict  # the hand-made perplexity is about 30, claimed are 18.2
-        assert found["measured"] == pytest.approx(sources[0].outcomes[0].record.quality.ppl)
+        assert found["measured"] == pytest.approx(Store(tmp_path / verdict).get(found["record"]).quality.ppl)
 
 
 def test_a_file_declares_what_else_it_answers(tmp_path):
@@ -191,14 +181,14 @@ def test_a_file_declares_what_else_it_answers(tmp_path):
         "k.decay.decay_per_layer": AnsweredBy("all", "run", of=lambda panel: Estimate(0.07, 0.06, 0.08), note="a fit"),
         "o.two_bits.two_bit_share_pct": AnsweredBy("all", "run", of=lambda panel: None),
     }
-    sources = [source(tmp_path, answers=answers, saved=0.5, per_token=0.003)]
-    joint, decay = row(sources, "p4.joint.flops_saved_pct"), row(sources, "k.decay.decay_per_layer")
+    found = judged(tmp_path, answers=answers, saved=0.5, per_token=0.003)
+    joint, decay = found.loc["p4.joint.flops_saved_pct"], found.loc["k.decay.decay_per_layer"]
     assert (joint["verdict"], joint["measured"]) == ("reproduced", pytest.approx(50))
     assert (decay["verdict"], decay["note"]) == ("reproduced", "a fit")
-    assert row(sources, "o.two_bits.two_bit_share_pct")["verdict"] == "not measured"
+    assert found.loc["o.two_bits.two_bit_share_pct", "verdict"] == "not measured"
     # P.4's savings are claimed with P.4's stability.
-    worse = [source(tmp_path, answers=answers, saved=0.5, per_token=0.3)]
-    assert row(worse, "p4.joint.flops_saved_pct")["verdict"] == "not reproduced"
+    worse = judged(tmp_path, answers=answers, saved=0.5, per_token=0.3)
+    assert worse.loc["p4.joint.flops_saved_pct", "verdict"] == "not reproduced"
 
 
 @pytest.mark.parametrize(
@@ -299,26 +289,15 @@ HALTED, PAIRS = "table2.determiners.halted_share_pct", "table9.layer12.random_pr
 def test_a_share_is_judged_by_its_difference_from_chance_or_from_fused_pairs(tmp_path, claim, share, beyond, verdict):
     measured, difference = Estimate(share, share - 1, share + 1), Estimate(*beyond)
     answer = AnsweredBy("all", "run", of=lambda panel: measured, beyond_chance=lambda record: difference)
-    found = row([source(tmp_path, answers={claim: answer}, saved=0.2)], claim)
+    found = judged(tmp_path, answers={claim: answer}, saved=0.2).loc[claim]
     assert found["verdict"] == verdict
     assert unsaid(found["why"], "points", "from chance" if claim == HALTED else "from fused pairs") == []
 
 
-@pytest.mark.parametrize(("claim", "low", "high"), [
-    ("e7.latency.latency_saved_ms", 2.52, 2.61),  # 3.1 of 121.0 ms
-    ("f2.kv_skipping.emissions_g_per_token", 31.68, 34.95),  # 0.34 of 0.51 g
-])  # fmt: skip
-def test_times_and_emissions_are_compared_in_percent_of_dense_ones(claim, low, high):
-    found = row([], claim)
-    assert (found["target_low"], found["target_high"]) == (pytest.approx(low, abs=0.05), pytest.approx(high, abs=0.05))
-
-
 def test_a_number_that_is_printed_again_counts_once(tmp_path):
-    (entry,) = (one for one in reported().values() if one.id == "faq.joint")
-    found = frame([source(tmp_path, named="faq.joint", saved=0.5, per_token=0.003)])
-    counted = standing(found)
-    assert f"{entry.id}.flops_saved_pct" not in counted
-    assert counted[f"{entry.same_as}.flops_saved_pct"] == "reproduced"
+    counted = standing(frame([source(tmp_path, named="faq.joint", saved=0.5, per_token=0.003)]))
+    assert "faq.joint.flops_saved_pct" not in counted
+    assert counted[f"{reported()['faq.joint'].same_as}.flops_saved_pct"] == "reproduced"
 
 
 # --- the command ----------------------------------------------------------------------------------------------------------------
@@ -327,13 +306,6 @@ def table11(harness, monkeypatch):
     """Two experiments over hand-made records, which the others would not find their numbers in."""
     monkeypatch.setattr(reproduce, "artefacts", lambda: [find("table", "11"), find("figure", "6")])
     return harness
-
-
-def test_the_command_runs_nothing_and_writes_the_ledger(table11, prints):
-    shown = prints("claims", f"results_dir={table11.results}").out
-    assert table11.made == []
-    assert "quicksilver reproduce table 11" in " ".join(shown.split())
-    assert {path.name for path in table11.results.iterdir() if path.is_file()} == {"claims.csv", "claims.json", "claims.md"}
 
 
 def test_some_claims_are_told_with_their_commands_and_records(table11, prints, refused):
@@ -348,9 +320,12 @@ def test_some_claims_are_told_with_their_commands_and_records(table11, prints, r
     assert "no claim's name begins so. Did you mean table11.isolated.halting" in said
 
 
-def test_what_was_looked_up_is_remembered_with_and_without_a_record(table11, prints, monkeypatch):
+def test_the_command_runs_nothing_writes_the_ledger_and_remembers_what_it_looked_up(table11, prints, monkeypatch):
     words = ["claims", f"results_dir={table11.results}"]
-    prints(*words)
+    shown = prints(*words).out
+    assert table11.made == []
+    assert "quicksilver reproduce table 11" in " ".join(shown.split())
+    assert {path.name for path in table11.results.iterdir() if path.is_file()} == {"claims.csv", "claims.json", "claims.md"}
     before = (table11.results / "claims.csv").read_bytes()
     composed: list[tuple[str, ...]] = []
     compose = harness_config.compose

@@ -118,6 +118,9 @@ def test_the_reason_has_the_numbers_that_the_interval_misses():
     assert by_the_rule("gain", Target(-0.05, 0.05), measured(5, 6)) == "the value is not within 0.05 of 0"
     slower = by_the_rule("ratio", Target(0.395, 0.405), measured(1.4, 1.5))
     assert slower == "the interval begins above the claim (0.405) and ends above 1 less a tenth of the gain (0.941)"
+    assert by_the_rule("ratio", Target(None, 0.9), measured(0.969, 0.995)) == slower.replace("0.405", "0.9").replace(
+        "0.941", "0.99"
+    )
 
 
 def test_a_saving_is_no_better_than_its_quality_and_undecided_where_that_is():

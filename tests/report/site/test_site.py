@@ -1,6 +1,7 @@
 """The report: what it is made of, what it says about what is missing, and that a real browser can use it."""
 
 import dataclasses
+import functools
 import io
 import json
 import re
@@ -32,7 +33,7 @@ from quicksilver.report.figure import Figure, panels, style
 from quicksilver.report.reproduction import DEFAULT, VARIANTS
 from quicksilver.report.site import views
 from quicksilver.report.site.collection import Collection, NamedRecord
-from quicksilver.report.site.pages import Site, _json, cell_lines, make, of_paper, prose
+from quicksilver.report.site.pages import Site, _environment, cell_lines, make, of_paper, prose
 from quicksilver.report.site.views import BEATEN, ON_FRONT, UNSEEN, boards, token_views
 from quicksilver.report.table import Heading, Panel, PrintedPanel, Table, read, without_folders
 from quicksilver.runs.config import compose
@@ -91,6 +92,23 @@ def write_claims(results: Path, frame: pd.DataFrame) -> None:
 def changed(path: Path, **changes: Any) -> None:
     """Rewrite a JSON artefact with other contents."""
     path.write_bytes(dataclasses.replace(read(path), **changes).json())
+
+
+def forge(results: Path, record: Record, **changes: Any) -> None:
+    """Rewrite entries of a record as if it had been written so; `label`, or `model.name` as `model__name`."""
+    path = results / "runs" / record.fingerprint / RECORD
+    data = json.loads(path.read_text())
+    for names, value in changes.items():
+        *outer, name = names.split("__")
+        entries = functools.reduce(dict.__getitem__, outer, data)
+        entries[name] = value
+    path.write_text(json.dumps({**data, CHECKSUM: checksum(data)}))
+
+
+def page_of(results: Path, record: Record | str) -> str:
+    """A page by its name, or that of a record."""
+    name = f"runs/{record.fingerprint}" if isinstance(record, Record) else record
+    return (results / "report" / f"{name}.html").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -163,13 +181,17 @@ def test_a_table_of_another_model_is_linked_from_the_default_one_and_back(copy):
     name = f"table11-{variant.name}"
     shutil.copy(copy / "tables" / "table11.json", copy / "tables" / f"{name}.json")
     changed(copy / "tables" / f"{name}.json", name=name)
+    (copy / "figures" / "figure99.svg").write_text("<svg/>")
     make(copy)
-    first, there, other = ((copy / "report" / f"{page}.html").read_text() for page in ("index", "table11", name))
+    first, there, other, figure = (page_of(copy, page) for page in ("index", "table11", name, "figure99"))
     assert f'<a href="{name}.html">{variant.title}</a>' in there
     assert unsaid(other, f'<a href="table11.html">{DEFAULT}</a>', f"<strong>{variant.title}</strong>", variant.overrides[0]) == []
     (line,) = [line for line in first.splitlines() if f"{name}.html" in line]
     assert 'href="table11.html"' in line  # in the default's line, not in one of its own
-    assert "Model and text" not in (copy / "report" / "figure99.html").read_text()
+    assert "Model and text" not in figure
+    # Vector graphics are shown where they were written.
+    assert '<a href="files/figure99.png"><img src="files/figure99.svg"' in figure
+    assert (copy / "report" / "files" / "figure99.svg").read_text() == "<svg/>"
 
 
 def test_a_run_has_its_numbers_config_environment_and_passes(site, records):
@@ -221,14 +243,10 @@ def test_a_written_table_is_laid_out_as_it_was_printed(made, site):
 
 def test_a_models_name_loads_nothing_and_tells_no_folder(copy, records):
     """Wherever a record's words are shown: pages of its run, and of what names it."""
-    record = records["signal.drift"]
-    path = copy / "runs" / record.fingerprint / RECORD
-    data = json.loads(path.read_text())
-    data["model"]["name"] = "![x](https://example.org/x.png)<img src=https://example.org/y.png>"
-    data["label"] = "a run of /home/somebody/models/mine"
-    data["config"]["model"]["path"] = "/home/somebody/models/mine"
-    data["warnings"] = ["/home/somebody/data/text.txt was read", {"at": "file:///home/somebody/x"}]
-    path.write_text(json.dumps({**data, CHECKSUM: checksum(data)}))
+    record, mine = records["signal.drift"], "/home/somebody/models/mine"
+    hostile = "![x](https://example.org/x.png)<img src=https://example.org/y.png>"
+    forge(copy, record, model__name=hostile, label=f"a run of {mine}", config__model__path=mine)
+    forge(copy, record, warnings=["/home/somebody/data/text.txt was read", {"at": "file:///home/somebody/x"}])
     make(copy)
     for page in pages(copy / "report"):
         text = page.read_text(encoding="utf-8")
@@ -251,12 +269,11 @@ def test_folders_of_a_machine_are_left_out(said, shown):
     assert without_folders(said) == shown
 
 
-def test_what_a_page_shows_cannot_end_its_script(made, site, records):
-    hostile = {"name": "</script><b>", "values": ["<!--"]}
-    page = Site(Collection(made))._page("explorer.html", sweeps=[]).decode()
-    assert "</script><b>" not in page
-    assert "<" not in _json(hostile)
-    assert json.loads(_json(hostile)) == hostile
+def test_what_a_page_shows_cannot_end_its_script():
+    hostile = {"name": "</script><b>", "values": ["<!--", "ü"]}
+    shown = _environment().from_string("{{ hostile | tojson }}").render(hostile=hostile)
+    assert "<" not in shown
+    assert json.loads(shown) == hostile
 
 
 def test_scripts_put_text_into_a_page_through_one_tag_that_escapes_it():
@@ -272,14 +289,6 @@ def test_scripts_put_text_into_a_page_through_one_tag_that_escapes_it():
         program = tag + "console.log(String(html`<b title=\"${'\"<'}\">${['<i>', html`<u>${'&'}</u>`]}</b>`))"
         said = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True, timeout=60).stdout.strip()
         assert said == '<b title="&#34;&#60;">&#60;i&#62;<u>&#38;</u></b>'
-
-
-def test_vector_graphics_are_shown_where_they_were_written(copy):
-    (copy / "figures" / "figure99.svg").write_text("<svg/>")
-    make(copy)
-    page = (copy / "report" / "figure99.html").read_text()
-    assert '<a href="files/figure99.png"><img src="files/figure99.svg"' in page
-    assert (copy / "report" / "files" / "figure99.svg").read_text() == "<svg/>"
 
 
 # --- the leaderboard --------------------------------------------------------------------------------------------------------------
@@ -342,7 +351,7 @@ def test_an_added_record_is_on_the_leaderboard_of_whoever_has_the_repository(cop
     assert json.loads((copy / "records" / "added.json").read_text()) == {"records": [added.fingerprint]}
     shutil.rmtree(copy / "runs")
     make(copy)
-    page = (copy / "report" / "leaderboard.html").read_text()
+    page = page_of(copy, "leaderboard")
     assert unsaid(page, f"runs/{added.fingerprint}.html", added.environment.cpu) == []
     assert records["signal.random"].fingerprint not in page
     assert f"cp -r FOLDER/results/runs/0123456789 {copy / 'runs'}/" in keep("add=[0123456789]", code=2).err
@@ -356,10 +365,6 @@ def without_artefacts(results: Path) -> None:
     (results / "claims.json").unlink()
 
 
-def page_of(results: Path, record: Record) -> str:
-    return (results / "report" / "runs" / f"{record.fingerprint}.html").read_text(encoding="utf-8")
-
-
 def test_a_record_of_few_windows_has_its_page_without_an_interval(copy, records, prints, monkeypatch):
     monkeypatch.setattr("quicksilver.report.site.collection.MIN_WINDOWS", 9)
     without_artefacts(copy)
@@ -368,56 +373,34 @@ def test_a_record_of_few_windows_has_its_page_without_an_interval(copy, records,
 
 
 def test_a_missing_record_is_named_with_the_command_that_makes_it(copy, records, prints):
-    gone = records["signal.random"].fingerprint
+    gone, judged = records["signal.random"].fingerprint, "0" * 20
     shutil.rmtree(copy / "runs" / gone)
-    said = prints("report", f"results_dir={copy}", code=1).err
-    assert unsaid(said, gone[:12], "quicksilver reproduce table 11") == []
-    built = copy / "report"
-    # Only the beginning of its name is known from the notes, all of it from the frame.
-    assert "there is no such record" in (built / "runs" / f"{gone}.html").read_text(encoding="utf-8")
-    assert gone[:12] in (built / "table11.html").read_text(encoding="utf-8")
-    assert (built / "tokens" / f"{records['signal.drift'].fingerprint}.html").is_file()
-
-
-DAMAGED = ({"ppl": "a word"}, {"ppl": None}, {"environment": {}}, {"executed_flops": [1, 2]}, {"model": None})
-
-
-FOREIGN = [({"schema_version": 99}, "schema 99"), (None, "no schema_version"), *((one, "To make it") for one in DAMAGED)]
-
-
-@pytest.mark.parametrize(("damage", "said"), first(FOREIGN, 4))
-def test_a_foreign_or_damaged_record_is_named_and_all_others_have_their_pages(copy, records, prints, damage, said):
-    record = records["signal.drift"]
-    path = copy / "runs" / record.fingerprint / RECORD
-    path.write_text(json.dumps({} if damage is None else json.loads(path.read_text()) | damage))
-    heard = prints("report", f"results_dir={copy}", code=1).err
-    assert unsaid(heard, said, record.fingerprint) == []
-    assert (copy / "report" / "figure99.html").is_file()
-    assert page_of(copy, record)
-    assert "Window by window" in page_of(copy, records["share"])
-
-
-def test_a_record_that_only_the_ledger_names_has_its_page(copy, records):
-    gone = "0" * 20
     ledger = pd.DataFrame(read(copy / "claims.json").entries)
-    ledger.loc[0, "record"] = gone
+    ledger.loc[0, "record"] = judged  # nothing else names it
     write_claims(copy, ledger)
-    _, problems = make(copy)
-    assert [problem.remedy for problem in problems if gone in problem.where] == ["To make it: quicksilver claims"]
-    assert "(named by claims)" in (copy / "report" / "runs" / f"{gone}.html").read_text(encoding="utf-8")
+    said = prints("report", f"results_dir={copy}", code=1).err
+    of_ledger = f"runs/{judged}: there is no such record (named by claims).\n  To make it: quicksilver claims\n"
+    assert unsaid(said, gone[:12], "quicksilver reproduce table 11", of_ledger) == []
+    # Only the beginning of its name is known from the notes, all of it from the frame.
+    assert "there is no such record" in page_of(copy, f"runs/{gone}")
+    assert "(named by claims)" in page_of(copy, f"runs/{judged}")
+    assert gone[:12] in page_of(copy, "table11")
+    assert page_of(copy, f"tokens/{records['signal.drift'].fingerprint}")
 
 
-@pytest.mark.parametrize(("name", "pages"), [("trace.safetensors", "tokens"), ("windows.parquet", "")])
-def test_a_damaged_file_of_a_record_costs_its_pages_and_no_other(copy, records, name, pages):
-    record, report = records["signal.drift"], copy / "report"
-    path = copy / "runs" / record.fingerprint / name
-    path.write_bytes(b"\0" * path.stat().st_size)
+def test_a_damaged_file_of_a_record_costs_its_pages_and_no_other(copy, records):
+    damaged = {"trace.safetensors": records["signal.drift"], "windows.parquet": records["share"]}
+    for name, record in damaged.items():
+        path = copy / "runs" / record.fingerprint / name
+        path.write_bytes(b"\0" * path.stat().st_size)
     _, problems = make(copy)
-    assert any(f"{name} is not the file that was recorded" in problem.what for problem in problems)
-    assert unsaid(page_of(copy, record), f"{name} is not the file", "quicksilver reproduce table 11") == []
-    assert not pages or not (report / pages / f"{record.fingerprint}.html").exists()
-    assert (report / "tokens" / f"{records['all'].fingerprint}.html").is_file()
-    assert (report / "explorer.html").is_file()
+    for name, record in damaged.items():
+        assert any(f"{name} is not the file that was recorded" in problem.what for problem in problems)
+        assert unsaid(page_of(copy, record), f"{name} is not the file", "quicksilver reproduce table 11") == []
+    traced = {path.stem for path in (copy / "report" / "tokens").iterdir()}
+    assert traced >= {records["all"].fingerprint, records["signal.random"].fingerprint}
+    assert records["signal.drift"].fingerprint not in traced
+    assert page_of(copy, "explorer")
 
 
 def test_a_failed_row_and_an_artefact_that_was_not_made_are_named(copy, prints):
@@ -434,7 +417,7 @@ def test_a_failed_row_and_an_artefact_that_was_not_made_are_named(copy, prints):
     assert "table11-mine" not in said  # its row says so
     assert "are not made yet" in out  # the ledger, and the figures of experiments/ that this folder has not
     assert "not made" not in said
-    assert "quicksilver claims" in (copy / "report" / "index.html").read_text(encoding="utf-8")
+    assert "quicksilver claims" in page_of(copy, "index")
 
 
 @pytest.mark.parametrize("content", first(["", "[]", '{"schema_version": 1, "kind": "table"}']))
@@ -442,7 +425,7 @@ def test_a_damaged_table_is_named_and_the_rest_is_there(copy, content):
     (copy / "tables" / "table11.json").write_text(content)
     _, problems = make(copy)
     assert any(problem.where == "table11" and "Make it again" in problem.what for problem in problems)
-    assert "figure99.png" in (copy / "report" / "figure99.html").read_text(encoding="utf-8")
+    assert "figure99.png" in page_of(copy, "figure99")
 
 
 def test_without_any_table_or_record_the_report_that_is_there_stays(copy, tmp_path, refused):
@@ -450,10 +433,10 @@ def test_without_any_table_or_record_the_report_that_is_there_stays(copy, tmp_pa
     for empty, command in ((tmp_path, "table 11"), (tmp_path / "nowhere", "all")):
         assert f"quicksilver reproduce {command}" in refused("report", f"results_dir={empty}")
     make(copy)
-    before = (copy / "report" / "index.html").read_bytes()
+    before = page_of(copy, "index")
     shutil.rmtree(copy / "runs")
     assert "quicksilver reproduce all" in refused("report", f"results_dir={copy}")
-    assert (copy / "report" / "index.html").read_bytes() == before
+    assert page_of(copy, "index") == before
 
 
 @pytest.fixture
@@ -492,33 +475,42 @@ def test_a_hostile_figure_neither_reads_nor_writes_elsewhere(copy, victim, chang
     assert not (copy / "report" / "victim.html").exists()
 
 
-HOSTILE = [("record", "../../../victim"), ("artefact", "javascript:alert(1)//"), ("record", "x")]
-
-
-@pytest.mark.parametrize(("column", "value"), HOSTILE)
-def test_a_hostile_ledger_is_named_and_leads_nowhere(copy, victim, column, value):
+@pytest.mark.parametrize(("column", "value"), [
+    ("record", "../../../victim"), ("artefact", "javascript:alert(1)//"), ("record", "x"),
+])  # fmt: skip
+def test_a_hostile_ledger_or_name_of_a_file_is_named_and_leads_nowhere(copy, victim, column, value):
     frame = pd.DataFrame(read(copy / "claims.json").entries).assign(artefact="table11")
     write_claims(copy, frame.assign(**{column: value}))
-    _, problems = make(copy)
-    assert any(problem.where == "claims" and value in problem.what for problem in problems)
     shutil.copy(copy / "tables" / "table11.json", copy / "tables" / "javascript:x.json")
     _, problems = make(copy)
+    assert any(problem.where == "claims" and value in problem.what for problem in problems)
     assert any("javascript:x.json" in problem.where for problem in problems)
     for page in pages(copy / "report"):
         assert not [target for target in Links(page).targets if target.startswith("javascript:") or "victim" in target]
 
 
-@pytest.mark.parametrize("entry", ["dense_fingerprint", "token_digest", "files"])
-def test_a_record_with_hostile_names_is_no_record(copy, records, victim, entry):
-    path = copy / "runs" / records["all"].fingerprint / RECORD
-    data = json.loads(path.read_text())
-    if entry == "files":
-        data["files"]["../../../victim"] = {"bytes": 14, "sha256": "0" * 64}
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"schema_version": 99}, "schema 99"),
+    ({"ppl": None}, "ppl"),
+    ({"environment": {}}, "environment"),
+    ({"dense_fingerprint": "../../victim"}, "victim"),
+    ({"data__token_digest": "../../victim"}, "victim"),
+    ({"files__../../../victim": {"bytes": 14, "sha256": "0" * 64}}, "victim"),
+    (None, "no schema_version"),
+])  # fmt: skip
+def test_a_foreign_damaged_or_hostile_record_is_named_and_all_others_have_their_pages(
+    copy, records, victim, prints, changes, said
+):
+    record = records["all"]
+    if changes is None:
+        (copy / "runs" / record.fingerprint / RECORD).write_text("{}")
     else:
-        (data if entry in data else data["data"])[entry] = "../../victim"
-    path.write_text(json.dumps({**data, CHECKSUM: checksum(data)}))
-    _, problems = make(copy)
-    assert any(records["all"].fingerprint in problem.where and "victim" in problem.what for problem in problems)
+        forge(copy, record, **changes)
+    heard = prints("report", f"results_dir={copy}", code=1).err
+    assert unsaid(heard, said, record.fingerprint, "To make it") == []
+    assert said in page_of(copy, record)
+    assert "Window by window" in page_of(copy, records["share"])
+    assert page_of(copy, "figure99")
     assert sorted(path.name for path in copy.parent.iterdir()) == ["results", "victim"]
 
 

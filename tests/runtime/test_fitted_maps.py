@@ -1,14 +1,18 @@
-"""What a family's adapter says of its layers; and K/V that are predicted for tokens that stop: by whom, when, how often, at what cost."""
+"""What a family's adapter says of its layers; and fitted maps, which predict the K/V of tokens that stop or stand in for MLPs: for whom, when, how
+often, at what cost."""
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import pytest
 import tiny
 import torch
-from tiny import Batch, Does
+from drawing import Preset, RandomMLP
+from tiny import EVEN, RAGGED, Batch, Does, MapsMLPs
 
-from quicksilver.modules import AdaptiveQuantization
+from quicksilver.baselines.number_formats import BFloat16
+from quicksilver.modules import AdaptiveQuantization, Replay, Schedule, shuffled
+from quicksilver.modules.linear_mlp import LinearMap, Neurons
 from quicksilver.runtime import Architecture, LayerView, TokenState, apply, architecture_of
 from quicksilver.runtime.translation import PredictedKV
 
@@ -46,7 +50,6 @@ def every_second(translator: Constant | None, missing_kv: str = "predict", count
     return Does(halt, at=AT, priority=10, copies_kv=missing_kv == "copy")
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("execution", ["compact", "masked"])
 @pytest.mark.parametrize("name", tiny.FAMILIES)
@@ -74,7 +77,6 @@ def test_the_cache_holds_what_was_projected_then_what_was_predicted(name: str, e
         torch.testing.assert_close((keys, values), wanted, atol=1e-5, rtol=1e-5)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("name", tiny.FAMILIES)
 def test_keys_rotated_for_all_layers_at_once_are_those_of_each_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.load(name)
@@ -89,8 +91,7 @@ def test_keys_rotated_for_all_layers_at_once_are_those_of_each_layer(name: str, 
     assert at_once == [0, 0 if name == "gpt2" else 2 if name == "gemma3" else 1]  # Gemma 3 has factors of two kinds of layer
 
 
-@torch.no_grad()
-def test_its_work_is_in_the_ledgers() -> None:
+def test_the_work_of_a_translator_is_in_the_ledgers() -> None:
     model = tiny.load("llama")
     arch = architecture_of(model)
     found = {}
@@ -103,7 +104,6 @@ def test_its_work_is_in_the_ledgers() -> None:
     assert found["drop"].executed < found["copy"].executed
 
 
-@torch.no_grad()
 def test_predicted_entries_are_packed_at_their_width() -> None:
     model = tiny.load("llama")
     arch = architecture_of(model)
@@ -117,23 +117,6 @@ def test_predicted_entries_are_packed_at_their_width() -> None:
             assert run.kv_bytes.billed == run.kv_bytes.resident
             assert output.past_key_values.layers[-1].is_packed
     torch.testing.assert_close(logits[:2], logits[2:], atol=1e-4, rtol=1e-4)
-
-
-def test_what_makes_no_sense_is_refused() -> None:
-    one, two = (Constant(architecture_of(tiny.load("llama"))) for _ in range(2))
-    late = "reads states entering layer 3, and tokens halt after layer 1: halt them after layer 2"
-    mistakes: dict[str, list[tuple[str, Constant | None]]] = {
-        "needs a translator": [("predict", None)], "takes no translator": [("drop", one)], late: [("predict", replace(one, source_layer=3))],
-        "Two translators": [("predict", one), ("predict", two)],
-    }  # fmt: skip
-    for message, halts in mistakes.items():
-
-        def halt(view: LayerView, tokens: TokenState, halts: list[Any] = halts) -> None:
-            for i, (mode, translator) in enumerate(halts):
-                tokens.halt(view.slots % 5 == i, missing_kv=mode, translator=translator)
-
-        with tiny.refused(message):
-            tiny.forward(tiny.load("llama"), BATCH, [Does(halt, at=AT)])
 
 
 @pytest.fixture(params=tiny.FAMILIES)
@@ -162,3 +145,118 @@ def test_gain_and_bias_on_the_normalised_input_give_the_norm(arch) -> None:
     gain = getattr(norm, "weight", torch.ones(()))  # OLMo 2 has no norm there
     gain = 1 + gain if arch.family == "gemma" else gain
     torch.testing.assert_close(arch.normalised_input(1, hidden) * gain + bias, norm(hidden))
+
+
+# -- in the place of MLPs ---------------------------------------------------------------------------------------------------------
+@dataclass
+class Own:
+    """The MLP itself."""
+
+    mlp: Callable[[torch.Tensor], torch.Tensor]
+    flops_per_token: int = 0
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        return self.mlp(states)
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+@pytest.mark.parametrize("batch", [EVEN, RAGGED])
+@pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
+def test_a_map_that_is_the_mlp_changes_nothing(name: str, batch: Batch, execution: str) -> None:
+    model = tiny.load(name)
+    arch = architecture_of(model)
+    maps = {layer: Own(arch.mlp(layer).forward) for layer in (1, 2)}
+    every_second = Does(lambda view, tokens: tokens.map_mlp(view.slots % 2 == 0, maps), at=0)
+    with tiny.left_untouched(model):
+        found = tiny.forward(model, batch, [every_second], execution=execution)
+    dense = tiny.forward(model, batch, [])
+    tiny.assert_close(batch.real(found.logits), batch.real(dense.logits))
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_all_neurons_and_what_they_write_are_the_mlp(name: str) -> None:
+    arch = architecture_of(tiny.load(name))
+    for layer in (1, 2):
+        x = torch.randn(7, arch.width, generator=torch.Generator().manual_seed(layer))
+        constant, writes = arch.mlp(layer)(x[None])[0], arch.mlp_writer(layer)
+        bias = getattr(arch.residual_writers(layer)[-1], "bias", None)
+        found = LinearMap(torch.cat([constant.new_zeros(1 + arch.width, arch.width), writes]), Neurons.of(arch, layer))
+        torch.testing.assert_close(found(x) + (0 if bias is None else bias), constant, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_states_that_leave_the_layer_have_the_map_where_it_stands_in_and_the_mlp_elsewhere(name: str, execution: str) -> None:
+    model = tiny.load(name)
+    arch, given, returned = architecture_of(model), list[torch.Tensor](), list[torch.Tensor]()
+
+    def note(_: object, args: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        given.append(args[0])
+        returned.append(output)
+
+    with arch.mlp(1).register_forward_hook(note):
+        tiny.forward(model, EVEN, [])
+        tiny.forward(model, EVEN, [RandomMLP(layers=[1], protect_first=2, protect_last=3)], execution=execution)
+    (x, exact), (same, found) = zip(given, returned, strict=True)
+    torch.testing.assert_close(same, x)
+    maps, kept = tiny.random_mlp_maps(arch), []
+    weight = maps.weight[0]
+    with arch.residual_writers(1)[-1].register_forward_pre_hook(lambda _, args: kept.append(args[0])):
+        arch.mlp(1)(x)
+    features = torch.cat([torch.ones_like(x[..., :1]), x, kept[0][..., list(maps.neurons[0])]], dim=-1)
+    torch.testing.assert_close(found[:, 2:-3], (features @ weight)[:, 2:-3], atol=1e-4, rtol=1e-4)
+    for part in (slice(0, 2), slice(-3, None)):
+        torch.testing.assert_close(found[:, part], exact[:, part], atol=1e-5, rtol=1e-4)
+
+
+def test_where_all_tokens_are_protected_no_map_is_computed() -> None:
+    flops = tiny.forward(tiny.load("gpt2"), EVEN, [RandomMLP(protect_first=4, protect_last=64)]).run.flops
+    assert flops.executed == tiny.forward(tiny.load("gpt2"), EVEN, []).run.flops.executed
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_the_work_of_maps_is_in_the_ledgers(name: str) -> None:
+    """That these say what ran: test_any_run.py."""
+    model = tiny.load(name)
+    arch, (rows, tokens) = architecture_of(model), EVEN.ids.shape
+    flops, dense = (
+        tiny.forward(model, EVEN, modules).run.flops for modules in ([RandomMLP(protect_first=2, protect_last=3)], [])
+    )
+    # Three neurons of each stay: what reads for them, twice where one product gates another, and what they write.
+    each = 2 * arch.width * (arch.width + 3 * {"gpt2": 2, "llama": 3}[name])
+    layers, mapped = arch.n_layers - 1, rows * (tokens - 5)
+    assert dense.executed - flops.executed == layers * (2 * arch.mlp_params_per_layer * mapped - rows * tokens * each)
+    assert dense.nominal - flops.nominal == layers * (2 * arch.mlp_params_per_layer - each) * mapped
+    assert flops.dense_nominal == dense.nominal
+
+
+def test_with_tokens_at_fewer_bits_compact_is_masked() -> None:
+    model = tiny.load("llama", dtype=torch.float64)
+    modules = [RandomMLP(protect_first=1, protect_last=2), AdaptiveQuantization(bits=8, depth=0.2)]
+    compact, masked = (tiny.forward(model, RAGGED, modules, execution=execution) for execution in ("compact", "masked"))
+    tiny.assert_close(RAGGED.real(compact.logits), RAGGED.real(masked.logits), atol=1e-8)
+
+
+def test_under_a_module_of_another_format_a_map_has_that_format() -> None:
+    model = tiny.load("gpt2")
+    plain, rounded = (tiny.forward(model, EVEN, [RandomMLP(), *more]) for more in ([], [BFloat16()]))
+    assert rounded.logits.isfinite().all()
+    torch.testing.assert_close(rounded.logits.float(), plain.logits, atol=0.1, rtol=0.1)
+
+
+def test_the_null_of_maps_deals_as_many_tokens_and_a_replay_needs_its_maps() -> None:
+    """That a replay from a file is the run: tests/modules/test_invariants.py."""
+    model = tiny.load("gpt2")
+    trace = tiny.forward(model, EVEN, [MapsMLPs(), Preset(schedule=Schedule(1, 0.25, 3, 2, 5))]).trace
+    own, dealt = (each.passes[0].mappings[0].tokens for each in (trace, shuffled(trace, seed=1, protect_first=2, protect_last=5)))
+    assert own.sum(1).tolist() == dealt.sum(1).tolist()
+    assert not torch.equal(own, dealt)
+    with tiny.refused("Replay\\(trace, like=modules\\)"):
+        tiny.forward(model, EVEN, [Replay(trace)])
+
+
+def test_decoding_after_maps_is_plain() -> None:
+    model = tiny.load("llama")
+    with apply(model, [RandomMLP(protect_first=1, protect_last=2)]) as run:
+        tiny.passes(model, EVEN.inputs(), [20, 1, 1, 1, 1])
+    assert [len(one.mappings) for one in run.trace.passes] == [1, 0, 0, 0, 0]

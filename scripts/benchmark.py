@@ -391,7 +391,8 @@ def draw_break_even(frame: pd.DataFrame, o: Options) -> Drawn:
             cells = cells.assign(shown=cells["time_saved_pct"].where(cells["verdict"] != "within noise", 0.0))
             values = cells.pivot(index=["batch", "sequence"], columns="mechanism", values="shown").loc[lines, names].to_numpy()
             drawn = plot.imshow(values, cmap="RdBu", vmin=-75, vmax=75, aspect="auto")
-            write_cells(plot, values, {at: f"{saved:+.0f}" if saved else "·" for at, saved in np.ndenumerate(values)})
+            measured = [at for at in np.ndindex(values.shape) if not np.isnan(values[at])]
+            write_cells(plot, values, {at: f"{values[at]:+.0f}" if values[at] else "·" for at in measured})
             plot.set_yticks(range(len(lines)), [f"{batch} × {sequence}" for batch, sequence in lines])
             plot.set_xticks(range(len(names)), names, rotation=60, ha="right")
         drawing.colorbar(drawn, ax=axes, label="time saved, % of dense (more is better)", shrink=0.8)

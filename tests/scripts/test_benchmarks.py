@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -95,6 +96,19 @@ def test_every_cell_of_the_map_is_measured_and_drawn(tmp_path, capsys):
     assert set(frame["verdict"]) <= {"pays", "costs", "within noise"}
     assert (frame["time_saved_pct_low"] <= frame["time_saved_pct"]).all()
     assert "tiny-llama" in capsys.readouterr().out
+
+
+def test_a_cell_of_the_map_that_was_not_measured_stays_empty():
+    cells = [
+        ("gpt2", "decode", 1, 64, name, "measured", 20.0, verdict)
+        for name, verdict in (("int8", "pays"), ("fusion 30%", "within noise"))
+    ]
+    cells.append(("gpt2", "decode", 8, 64, "int8", "measured", -5.0, "costs"))
+    frame = pd.DataFrame(
+        cells, columns=["shape", "phase", "batch", "sequence", "mechanism", "status", "time_saved_pct", "verdict"]
+    )
+    _, drawing, _ = benchmark.draw_break_even(frame, SimpleNamespace(layers=2))
+    assert [text.get_text() for text in drawing.axes[0].texts] == ["+20", "·", "-5"]
 
 
 def test_cells_that_take_too_long_are_left_out_and_said(tmp_path):
@@ -221,7 +235,7 @@ def test_all_benchmarks_run_one_after_another_and_are_shown(tmp_path, monkeypatc
     page = (tmp_path / "README.md").read_text()
     assert "(scaling.png)" in page
     assert "decay 0.05" in page
-    assert "\nruntime: not measured, runtime ended with exit code 3" in capsys.readouterr().err
+    assert "runtime: not measured, runtime ended with exit code 3" in capsys.readouterr().err
     monkeypatch.setattr(benchmark.time, "monotonic", iter(range(0, 10**6, 600)).__next__)
     asked.clear()
     benchmark.main(["--output", str(tmp_path), "--minutes", "15"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import math
 import re
@@ -406,6 +407,7 @@ def _placement(config: ModelConfig, folder: Path) -> dict[str, Any]:
     limits = {device: int(_USED_SHARE * torch.cuda.mem_get_info(device)[0]) for device in range(gpus)}
     # Weights in the dtype of their files are read from there, layer by layer; others are written here first.
     offload = tempfile.mkdtemp(prefix="quicksilver-weights-")
+    atexit.register(shutil.rmtree, offload, ignore_errors=True)  # loading may fail
     return {"device_map": "auto", "max_memory": {**limits, "cpu": free}, "offload_folder": offload}
 
 

@@ -83,7 +83,13 @@ def test_the_meter_of_this_machine_needs_no_network_and_says_what_it_reads(monke
 def test_emissions_of_a_run_stand_beside_those_of_the_dense_model_and_change_no_identity(words, monkeypatch):
     meter = Mock(method="a test", measured=False, grid_kg_per_kwh=0.36, stop=Mock(return_value=2.0))  # 2 J a window
     monkeypatch.setattr(meters, "meter_of", lambda country: meter)
-    monkeypatch.setattr(meters, "window", lambda work, meter, least_s: full_window(work, meter, least_s / 50))
+    asked_s = set[float]()
+
+    def shorter(work: Any, meter: Any, least_s: float) -> Any:
+        asked_s.add(least_s)
+        return full_window(work, meter, least_s / 50)
+
+    monkeypatch.setattr(meters, "window", shorter)
     words = [*words, "protocol=continuation", "modules=[static_depth]"]
     on = compose([*words, "measure.emissions.enabled=true"])
     assert on.identity() == compose(words).identity()
@@ -97,3 +103,4 @@ def test_emissions_of_a_run_stand_beside_those_of_the_dense_model_and_change_no_
     assert found.gco2_per_token == pytest.approx(found.energy_j_per_token * 0.36 / 3600)
     assert found.dense_energy_j_per_token > 0
     assert "world average" in found.line()
+    assert asked_s == {1.0 / 8}  # no counter: an estimate needs no half second

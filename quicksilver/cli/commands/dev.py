@@ -57,8 +57,8 @@ class Keep(ResultsFolder):
 
     Of a record's further files, those parts are kept that a table or figure says it reads (READS in its file). A record of which a file is
     larger than one and a half megabytes is not kept. Beside the records lies an index: which row of which table each of them answers. A table
-    that was measured here (NAME-mine) replaces the one of that name, unless records are added. Then `quicksilver reproduce all` writes the
-    tables from what was kept.
+    that was measured here (NAME-mine) replaces the one of that name, unless records are added. Then `quicksilver reproduce all` and
+    `quicksilver dev variants` write the tables from what was kept.
     """
 
     add: list[str] | None = key("[RECORD,…]", "fingerprints of finished runs in results/runs, or their beginnings")
@@ -105,7 +105,7 @@ class Keep(ResultsFolder):
         size = sum(path.stat().st_size for path in (root / KEPT).rglob("*") if path.is_file())
         if too_large := set(wanted) - {folder.name for folder in kept}:
             print(f"{len(too_large)} records are too large to be kept.")
-        then = "quicksilver reproduce all"
+        then = "quicksilver reproduce all" + "; quicksilver dev variants" * bool(mine)
         if self.add:
             then = f"commit {root / KEPT}, in a clone of the project, and attach your method's file, and the yaml that modules= names, to the pull request"
         for fingerprint in new:

@@ -304,7 +304,7 @@ class Emissions(Measurement, share=0.04, timed=True, in_identity=False):
         kept = bench.dense.energy_j_per_token if bench.dense is not None else {}
         setting = f"{self.country_iso_code} {self.window_s}"
         with _works(bench, dense=setting not in kept or not bench.modules) as (works, tokens):
-            # Two rounds in turns: a slow moment of the machine hits both. Of an estimate, 0.2 s differ from 1.6 s by 5%.
+            # Two rounds in turns: a slow moment of the machine hits both. Of an estimate, 0.2 s differ from 0.8 s by 5%.
             least_s = self.window_s / (2 if meter.measured else 8)
             rounds = [{name: window(work, meter, least_s) for name, work in works.items()} for _ in range(2)]
         summed = {name: Window(*map(sum, zip(*(one[name] for one in rounds), strict=True))) for name in works}

@@ -80,14 +80,15 @@ def test_the_meter_of_this_machine_needs_no_network_and_says_what_it_reads(monke
     assert "".join(capfd.readouterr()) == ""
 
 
-def test_emissions_of_a_run_stand_beside_those_of_the_dense_model_and_change_no_identity(words, monkeypatch):
-    meter = Mock(method="a test", measured=False, grid_kg_per_kwh=0.36, stop=Mock(return_value=2.0))  # 2 J a window
+@pytest.mark.parametrize(("measured", "least_s"), [(False, 1 / 8), (True, 1 / 2)])  # an estimate needs no half second
+def test_emissions_of_a_run_stand_beside_those_of_the_dense_model_and_change_no_identity(words, monkeypatch, measured, least_s):
+    meter = Mock(method="a test", measured=measured, grid_kg_per_kwh=0.36, stop=Mock(return_value=2.0))  # 2 J a window
     monkeypatch.setattr(meters, "meter_of", lambda country: meter)
     asked_s = set[float]()
 
-    def shorter(work: Any, meter: Any, least_s: float) -> Any:
-        asked_s.add(least_s)
-        return full_window(work, meter, least_s / 50)
+    def shorter(work: Any, meter: Any, asked: float) -> Any:
+        asked_s.add(asked)
+        return full_window(work, meter, asked / 50)
 
     monkeypatch.setattr(meters, "window", shorter)
     words = [*words, "protocol=continuation", "modules=[static_depth]"]
@@ -103,4 +104,4 @@ def test_emissions_of_a_run_stand_beside_those_of_the_dense_model_and_change_no_
     assert found.gco2_per_token == pytest.approx(found.energy_j_per_token * 0.36 / 3600)
     assert found.dense_energy_j_per_token > 0
     assert "world average" in found.line()
-    assert asked_s == {1.0 / 8}  # no counter: an estimate needs no half second
+    assert asked_s == {least_s}

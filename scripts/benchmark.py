@@ -6,7 +6,7 @@ python scripts/benchmark.py quantization|break_even|scaling|lengths|lm_eval --he
 python scripts/benchmark_gpu.py                    # on a CUDA device; python scripts/benchmark_against.py REVISION: against an earlier version
 
 Random weights of true shapes: what is priced is the execution. Every comparison is a ratio of callables that take turns in one run; the first of
-them is timed twice a round, and that difference is the noise floor (A/A). Numbers and pictures go to results/benchmarks/.
+them begins and ends a round, and that difference is the noise floor (A/A). Numbers and pictures go to results/benchmarks/.
 
 runtime, on layers of gpt2-large's shape. Realization ratio: share of time saved over share of executed FLOPs saved; at 1 no time is spent on what
     is not executed.

@@ -116,7 +116,7 @@ class Way(NamedTuple):
 def in_turns(
     ways: Mapping[str, Way], passes: Passes, o: argparse.Namespace, *, failed: dict[str, str] | None = None
 ) -> tuple[Any, dict[str, int]]:
-    """Time the passes of each way in turns, the first one twice a round (A/A).
+    """Time the passes of each way in turns, the first one at both ends of a round (A/A).
 
     Args:
         o: with `warmup`, `repeats` and, where they are options, `device` and `clock`.

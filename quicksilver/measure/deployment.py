@@ -101,7 +101,7 @@ def deployment(
     times = alternate(steps, warmup, repeats, device)
     rounds = {name: all_of[warmup:] for name, all_of in served.items()}
     control = next(iter(ways))
-    again, rounds[control] = rounds[control][1::2], rounds[control][0::2]
+    again, rounds[control] = rounds[control][1:], rounds[control][:-1]
     per_token = {name: LatencySamples([fmean(one.per_token_ms) for one in those]) for name, those in rounds.items()}
     return rounds, dataclasses.replace(times, data=per_token, control_ms=[fmean(one.per_token_ms) for one in again])
 

@@ -67,7 +67,7 @@ class Alternation(UserDict[str, LatencySamples]):
     """What `alternate` measured: samples by name, and what is needed to judge them.
 
     Attributes:
-        control: name of the callable that was timed twice in every round, `control_ms` its second times; None: none was.
+        control: name of the callable that begins and ends every round, `control_ms` its times at the end; None: none does.
         load_before, load_after: 1-minute load average of the machine; on a quiet one `load_before` is near 0.
         seconds: how long the timed rounds took by the clock that timed them.
         clock_gap_s: how much more (or less) passed meanwhile by the clock on the wall: a machine that slept, a clock that was set.
@@ -187,7 +187,7 @@ def alternate(
         warmup: rounds that are run and thrown away (first-touch memory, kernel selection).
         repeats: timed rounds, at least 3.
         device: a CUDA device is timed by its own events, everything else by `time.perf_counter`.
-        control: time the first callable once more at the end of every round, for `Alternation.noise_floor`.
+        control: let the first callable end every round too, for `Alternation.noise_floor`. The call that ends a round begins the next.
 
     Raises:
         ConfigError: nothing to time, fewer than 3 repeats, a negative warm-up.
@@ -232,7 +232,8 @@ def alternate_steps(
     for _ in range(repeats):
         with gc_paused():
             for name, steps in fns.items():
-                times[name].append(_times_ms(name, steps, device, clock))
+                ended_with = again[-1:] if name == first else []
+                times[name].append(*ended_with or [_times_ms(name, steps, device, clock)])
             if control:
                 again.append(_times_ms(first, fns[first], device, clock))
     seconds, on_wall = time.perf_counter() - began, time.time() - began_on_wall
@@ -326,7 +327,7 @@ class Latency(InTurns):
 
         dense, batch, protocol = shared_weight_copy(bench.model), bench.batch, bench.protocol
         prefixes = ("prompt_", "") if protocol.name == "continuation" else ("",)
-        rounds = self.warmup + 2 * self.repeats  # the dense model runs twice in a timed round: it is the control too
+        rounds = self.warmup + self.repeats + 1  # passes of the dense model, which begins and ends every round
         done = count(1)
         found: dict[str, Any] = {}
         with bench.apply() as run:

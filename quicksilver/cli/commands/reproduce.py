@@ -168,7 +168,9 @@ class Time(Command):
     most_names: ClassVar[int] = 2
     repeats: Positive = key("3", "processes, one after another", 3)
     pause_min: Annotated[float, check_positive] = key("2", "minutes between two of them", 2.0)
-    rounds: Annotated[int, at_least(3)] = key("10", "rounds of each row, in turns with the dense model, timed twice in each", 10)
+    rounds: Annotated[int, at_least(3)] = key(
+        "10", "rounds of each row, in turns with the dense model, which begins and ends each", 10
+    )
     next_names = Reproduce.next_names
 
     def main(self) -> int:

@@ -88,8 +88,9 @@ def words(world, tmp_path) -> list[str]:
 
 
 @pytest.fixture
-def prints(capsys) -> Callable[..., Any]:
+def prints(capsys, monkeypatch) -> Callable[..., Any]:
     """Gives words to the command line, which must end with this exit code; returns what this command printed, `out` and `err`."""
+    monkeypatch.setattr("quicksilver.runs.estimate._SAMPLE_S", 0.02)
     from quicksilver.cli import main as console
 
     def ask(*words: str, code: int = 0) -> Any:

@@ -225,7 +225,6 @@ def alternate_steps(
         for steps in fns.values():
             for step in steps:
                 step()
-    gc.collect()
     times: dict[str, list[list[float]]] = {name: [] for name in fns}  # by round, by step
     again: list[list[float]] = []
     began, began_on_wall = time.perf_counter(), time.time()

@@ -37,7 +37,7 @@ _FASTER, _SLOWER = 0.7, 1.5  # the range that is printed
 _TRACE_BYTES = 6  # a token and layer of a record, at most
 _BYTES_PER_TOKEN = 4  # of English
 _SLOWEST = 1e10  # floating-point operations a second: less than any machine that is used for this
-_SAMPLES = 4  # of the speed, with pauses: a shared processor gave 95 and 280 GFLOP/s within seconds
+_SAMPLES, _SAMPLE_S = 4, 0.25  # of the speed, with pauses: a shared processor gave 95 and 280 GFLOP/s within seconds
 _VARIANTS = 3  # that take turns while time is taken: dense, the run, dense again
 
 
@@ -110,7 +110,7 @@ def _config_folder(config: ModelConfig, root: Path | None) -> Path:
 
 
 def measured_speed(dtype: str, device_map: str) -> Speed:
-    """The speed of a matrix product of 1024 x 1024 numbers, eight times as wide on a GPU, in samples of together about a second."""
+    """The speed of a matrix product of 1024 x 1024 numbers, eight times as wide on a GPU, in short samples."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() and device_map != "cpu" else "cpu"
@@ -119,13 +119,13 @@ def measured_speed(dtype: str, device_map: str) -> Speed:
     took_s = []
     for _ in range(_SAMPLES):
         began, calls = time.perf_counter(), 0
-        while time.perf_counter() - began < 1 / _SAMPLES:
+        while time.perf_counter() - began < _SAMPLE_S:
             one @ one
             if device == "cuda":
                 torch.cuda.synchronize()
             calls += 1
         took_s.append((time.perf_counter() - began) / calls)
-        time.sleep(1 / _SAMPLES)
+        time.sleep(_SAMPLE_S)
     return Speed(2 * size**3 / statistics.median(took_s), device)
 
 

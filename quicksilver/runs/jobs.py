@@ -8,6 +8,7 @@ other texts: its records are all there is of them."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import multiprocessing
@@ -288,8 +289,15 @@ def _stamp() -> str:
     paths = [(folder, path) for folder, pattern in places for path in folder.rglob(pattern) if path.is_file()]
     files = {f"{folder.name}/{path.relative_to(folder).as_posix()}": path for folder, path in paths}
     for name, path in sorted(files.items()):
-        whole.update(f"{name}\n".encode() + path.read_bytes())
+        there = path.stat()
+        whole.update(f"{name}\n".encode() + _content(path, there.st_size, there.st_mtime_ns))
     return whole.hexdigest()[:20]
+
+
+@functools.cache
+def _content(path: Path, size: int, mtime_ns: int) -> bytes:
+    """The hash of a file of this size and time, read once in a process."""
+    return hashlib.sha256(path.read_bytes()).digest()
 
 
 # --- several processes -----------------------------------------------------------------------------------------------------------

@@ -72,25 +72,31 @@ def fit_text(
     half: Half,
     windows: int | None,
     window_tokens: int,
+    halves_of: int | None = None,
 ) -> FitText:
     """Windows of one half of `texts`, by name, at most `windows` in all: texts give equal numbers as far as they have them.
 
     Args:
         evaluation: texts that must share no 13 consecutive words with what is fitted on, by name.
+        halves_of: tokens of the windows that make the halves; shorter ones are cut from them. None: `window_tokens`.
 
     Raises:
-        ConfigError: nothing is left of a text, or it is shorter than two windows.
+        ConfigError: nothing is left of a text, or it is shorter than two windows; windows longer than `halves_of`.
     """
+    whole = halves_of or window_tokens
+    if window_tokens > whole:
+        held = f"the maps were fitted on every other window of {whole} tokens, and a longer one has some of that text"
+        raise ConfigError(f"protocol.window_tokens={window_tokens}: {held}. Give at most {whole}.")
     parts: dict[str, torch.Tensor] = {}
     said: dict[str, Any] = {}
     for name, text in texts.items():
         kept = without_overlap(text.text, evaluation)
         if not kept.text.strip():
             raise ConfigError(f"Nothing of {name} is left: all of it shares 13 words with an evaluation text. Give other text.")
-        every = encode(kept.text, tokenizer, window_tokens).ids
-        parts[name] = every[HALVES.index(half) :: 2]
-        if not len(parts[name]):
-            raise ConfigError(f"{name} has {len(every)} windows of {window_tokens} tokens: give at least two, one for each half.")
+        every = encode(kept.text, tokenizer, whole).ids
+        if len(every) < 2:
+            raise ConfigError(f"{name} has {len(every)} windows of {whole} tokens: give at least two, one for each half.")
+        parts[name] = every[HALVES.index(half) :: 2].unfold(1, window_tokens, window_tokens).flatten(0, 1)
         said[name] = {
             "source": text.source, "digest": text.digest, "paragraphs": kept.paragraphs, "left_out": kept.removed, "left_out_by": kept.removed_by,
         }  # fmt: skip

@@ -1,12 +1,17 @@
 """What is measured and fitted on calibration text: `calibrate` measures once; `fit` and `schedule` cut the windows they are asked for."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
+import torch
 import yaml
 from saying import unsaid
 
+from quicksilver.fitting.fit import fit_text
 from quicksilver.modules.calibration import SIGNALS, Calibration
 from quicksilver.modules.fitted import Translator
 from quicksilver.modules.halting import Halting
@@ -56,3 +61,27 @@ def test_maps_and_schedules_are_of_the_windows_that_are_asked_for(
     assert found["saved_pct"] >= 30
     assert round(48 * found["schedule"]["drop_share"], 3) % 1 == 0  # whole tokens of a prompt of 48
     assert "protocol.prompt_tokens=48" in printed
+    # Windows of the choice are cut from those that the maps were not fitted on; longer ones would have some of the fitted text.
+    longer = [word.replace("tokens=64", "tokens=96") for word in shared]
+    said = prints("schedule", *longer, f"translators=[{path}]", "save=0.3", code=2).err
+    assert unsaid(said, "protocol.window_tokens=96", "every other window of 64 tokens", "Give at most 64.") == []
+    other = tmp_path / "other.safetensors"
+    fitted = Translator.load(path)
+    text = fitted.provenance["text"] | {"window_tokens": 32}
+    replace(fitted, provenance=fitted.provenance | {"text": text}).save(other, torch.float16)
+    said = prints("schedule", *shared, f"translators=[{path},{other}]", "save=0.3", code=2).err
+    assert unsaid(said, f"{other} on windows of 32 tokens", "one protocol.window_tokens.") == []
+
+
+@pytest.mark.parametrize("window_tokens", [8, 16, 32])
+def test_no_text_is_fitted_on_and_chosen_on_whatever_the_windows(window_tokens: int) -> None:
+    text = SimpleNamespace(text="\n\n".join(f"paragraph {i}" for i in range(400)), source="made here", digest="0")
+
+    def numbered(content: str, **_: object) -> dict[str, list[int]]:
+        return {"input_ids": [*range(len(content))]}
+
+    half = partial(fit_text, {"made": text}, {}, numbered, windows=None)
+    fitted, chosen = (half(half=which, window_tokens=n, halves_of=32) for which, n in (("fit", 32), ("choose", window_tokens)))
+    assert chosen.ids.shape[1] == window_tokens
+    assert chosen.ids.numel() > 0.9 * fitted.ids.numel()
+    assert not set(fitted.ids.flatten().tolist()) & set(chosen.ids.flatten().tolist())

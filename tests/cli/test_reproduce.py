@@ -402,38 +402,33 @@ def test_numbers_of_the_findings_are_cells_of_committed_tables(tmp_path):
 LLAMA, GPT2 = "table_front-reference-llama-python-docs", "table_front-reference-gpt2-python-docs"
 FAR_LLAMA = "table_front-far-llama-python-source"
 SEEDS, USED = "table_seeds", "table_context_used"
-SECOND, PROMPT = "reference-gpt2-seed43.continuation", "tuned.halting_prompt.15"
+SAVED, COST = "prompt_executed_flops_saved_pct", "delta_ppl_pct"
 
 
 @pytest.mark.parametrize(("said", "cells"), [
-    ("default halting costs {:+.1f}%, not {:+.1f}%", [(SEEDS, SECOND, "isolated.halting", "delta_ppl_pct"),
-        (SEEDS, "reference-gpt2.continuation", "isolated.halting", "delta_ppl_pct")]),
-    ("Tuned halting saves {:.1f}% for {:+.1f}%, predicted K/V {:.1f}% for {:+.1f}%, and truncation {:.1f}% for {:+.1f}%", [
-        (GPT2, "continuation", key, column) for key in ("tuned.halting.15", "40", "truncated")
-        for column in ("prompt_executed_flops_saved_pct", "delta_ppl_pct")]),
-    ("predicted K/V save {:.1f}% for {:+.1f}% [{:.1f}, {:.1f}], truncation {:.1f}% for {:+.1f}%", [
-        (FAR_LLAMA, "continuation", key, column) for key, columns in (("40", ("", "_low", "_high")), ("truncated", ("",)))
-        for column in ("prompt_executed_flops_saved_pct", *(f"delta_ppl_pct{end}" for end in columns))]),
-    ("perplexity changes by {:+.1f}% against {:+.1f}%, and {:.0f}% against {:.0f}% of the generated text", [
-        (FAR_LLAMA, "continuation", key, column) for column in ("recall_delta_ppl_pct", "agreement") for key in ("40", "truncated")]),
-    ("saves {:.0f}% for {:+.0f}% on reference-llama, in the prompt only {:.0f}% for {:+.1f}%", [
-        (LLAMA, "continuation", key, column) for key in ("tuned.halting.15", PROMPT) for column in ("prompt_executed_flops_saved_pct", "delta_ppl_pct")]),
-    ("for truncation ({:+.1f}% against {:+.1f}%)", [(LLAMA, "continuation", key, "recall_delta_ppl_pct") for key in ("truncated", "40")]),
-    ("far-llama {:+.1f} to {:+.1f}% of perplexity", [(USED, f"far-llama.{text}.960", "40", "delta_ppl_pct") for text in ("docs", "source")]),
-    ("far-gpt2 {:+.1f} to {:+.1f}% on code", [(USED, f"far-gpt2.{text}.960", "40", "delta_ppl_pct") for text in ("source", "docs")]),
-    ("truncation costs far-gpt2 {:+.0f}% [{:+.0f}, {:+.0f}], and prediction {:+.0f}% [{:+.0f}, {:+.0f}]", [
-        (USED, "far-gpt2.recall.960", key, f"delta_ppl_pct{end}") for key in ("truncated", "40") for end in ("", "_low", "_high")]),
-    ("far-gpt2 finds {:.0f}%; {:.0f}% can be guessed", [("table_needle", "far-gpt2", "dense", column) for column in ("found", "none")]),
-    ("prediction it finds {:.0f}%, with truncation {:.0f}%", [("table_needle", "far-gpt2", key, "found") for key in ("40", "truncated")]),
-    ("({:.1f} [{:.1f}, {:.1f}])", [("table_needle", "far-gpt2", "truncated", f"minus_ours{end}") for end in ("", "_low", "_high")]),
-    ("For far-llama that is {:.0f}%, {:.0f}% and {:.0f}%", [("table_needle", "far-llama", key, "found") for key in ("dense", "40", "truncated")]),
+    ("default halting costs reference-gpt2 {:+.1f}%, not {:+.1f}%", [
+        (SEEDS, f"{model}.continuation", "isolated.halting", COST) for model in ("reference-gpt2-seed43", "reference-gpt2")]),
+    ("predicted K/V save {:.1f}% for {:+.1f}%, truncation {:.1f}% for {:+.1f}%; KL × 100 is {:.1f} against {:.1f}. "
+     "Tuned halting saves {:.1f}% for {:+.1f}%", [
+        *((GPT2, "continuation", key, column) for key in ("40", "truncated") for column in (SAVED, COST)),
+        *((GPT2, "continuation", key, "kl_nats") for key in ("40", "truncated")),
+        *((GPT2, "continuation", "tuned.halting.15", column) for column in (SAVED, COST))]),
+    ("predicted K/V save {:.1f}% for {:+.1f}% [{:.1f}, {:.1f}] of perplexity, truncation {:.1f}% for {:+.1f}%", [
+        (FAR_LLAMA, "continuation", key, column) for key, ends in (("40", ("", "_low", "_high")), ("truncated", ("",)))
+        for column in (SAVED, *(f"{COST}{end}" for end in ends))]),
+    ("KL × 100 is {:.1f} against {:.1f}. On distant context perplexity changes by {:+.1f}% against {:+.1f}%, and {:.0f}% against {:.0f}% of the", [
+        (FAR_LLAMA, "continuation", key, column) for column in ("kl_nats", f"recall_{COST}", "agreement") for key in ("40", "truncated")]),
+    ("truncation changes far-gpt2's perplexity by {:+.1f}%, prediction by {:+.1f}%; KL × 100 is {:.1f} against {:.1f}", [
+        (USED, "far-gpt2.docs.960", key, column) for column in (COST, "kl_nats") for key in ("truncated", "40")]),
+    ("for truncation ({:+.1f}% against {:+.1f}%)", [(LLAMA, "continuation", key, f"recall_{COST}") for key in ("truncated", "40")]),
+    ("costs far-gpt2 {:+.1f} to {:+.1f}%", [("table_lengths", "128 tokens", "50", COST), (USED, "far-gpt2.docs.960", "50", COST)]),
 ])  # fmt: skip
 def test_numbers_of_the_readmes_text_are_cells_of_committed_tables(said, cells):
     found = []
     for table, panel, key, column in cells:
         rows = read(ROOT / "results" / "tables" / f"{table}.json").entries
         (row,) = (row for row in rows if (row["panel"], row["key"]) == (panel, key))
-        found.append(row[column])
+        found.append(100 * row[column] if column == "kl_nats" else row[column])
     assert said.format(*found).replace("-", "−") in (ROOT / "README.md").read_text(encoding="utf-8").replace("-", "−")
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -332,7 +332,10 @@ class Schedule(Command):
         maps = MLPMaps.load(self.mlp_maps) if self.mlp_maps else None
         for fitted in [*translators.values(), *([maps] if maps else [])]:
             fitted.check(arch)
-        text = calibration_half(config, self.text, loaded, "choose", self.windows, self.overrides, continued=True)
+        halves_of = _fitted_on({**translators, **({str(self.mlp_maps): maps} if maps else {})})
+        text = calibration_half(
+            config, self.text, loaded, "choose", self.windows, self.overrides, continued=True, halves_of=halves_of
+        )
         judge, schedules = KLToDense(arch, text.ids, config.protocol.prompt_tokens), dict[float, Any]()
         order = by_kl(judge, maps) if maps else {}
         for layer, kl_nats in order.items():
@@ -369,6 +372,16 @@ def _output(given: str | None, otherwise: Path) -> Path:
     return folder
 
 
+def _fitted_on(maps: Mapping[str, Translator | MLPMaps]) -> int | None:
+    """Tokens of the windows that maps were fitted on, by file; None: no file says. Raises ConfigError: of several lengths, which have other halves."""
+    said = {file: one.provenance.get("text", {}).get("window_tokens") for file, one in maps.items()}
+    lengths = {file: tokens for file, tokens in said.items() if tokens}
+    if len(set(lengths.values())) > 1:
+        each = ", ".join(f"{file} on windows of {tokens} tokens" for file, tokens in lengths.items())
+        raise ConfigError(f"{each}: what one was not fitted on, another was. Fit them with one protocol.window_tokens.")
+    return next(iter(lengths.values()), None)
+
+
 def _entry(found: Sequence[Candidate]) -> dict[str, Any]:
     def said(one: Candidate) -> dict[str, float]:
         return {"saved_pct": round(one.saved_pct, 2), "kl_nats": round(one.kl_nats, 5), "kl_error_nats": round(one.kl_error, 5)}
@@ -395,13 +408,14 @@ def bar(what: str, unit: str = "batch") -> Any:
 
 def calibration_half(
     config: RunConfig, datasets: Sequence[str], loaded: Loaded, half: Half, windows: int | None, overrides: Sequence[str] = (),
-    *, continued: bool = False,
+    *, continued: bool = False, halves_of: int | None = None,
 ) -> FitText:  # fmt: skip
     """Windows of one half of these datasets' calibration parts, without what the test part of any dataset at hand has, too.
 
     Args:
         overrides: of the command; datasets in folders of its `--config-dir` count too.
         continued: each window is a prompt of protocol.prompt_tokens, and tokens after it.
+        halves_of: as in `fit_text`.
     """
     from quicksilver.data.windows import check_context
     from quicksilver.fitting.fit import fit_text
@@ -419,7 +433,9 @@ def calibration_half(
             evaluation[name] = _part(config, name, "test", extra_dirs).text
         except QuickSilverError:
             continue  # not at hand: then nothing can be scored on it here, either
-    return fit_text(texts, evaluation, loaded.tokenizer, half=half, windows=windows, window_tokens=window_tokens)
+    return fit_text(
+        texts, evaluation, loaded.tokenizer, half=half, windows=windows, window_tokens=window_tokens, halves_of=halves_of
+    )
 
 
 def _part(config: RunConfig, name: str, part: Literal["test", "calibration"], extra_dirs: Sequence[Path]) -> Any:

@@ -78,4 +78,4 @@ class Pass:
 
 def architecture(n_layers: int = LAYERS) -> SimpleNamespace:
     """As much of an architecture as a module without a calibration asks for."""
-    return SimpleNamespace(n_layers=n_layers, model=tiny.load("gpt2"), vocab_size=50_000)
+    return SimpleNamespace(n_layers=n_layers, model=tiny.load("gpt2"), vocab_size=50_000, rotated_by="")

@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from quicksilver.modules.kernels import exchange
 from quicksilver.runtime import Architecture, Transform, UnsupportedModelError
+from quicksilver.runtime.architecture import linear_params
 from quicksilver.runtime.options import Share
 from quicksilver.runtime.quantized.kernels import weight_of
 
@@ -48,8 +49,9 @@ class ChannelPruning(Transform):
                     sizes = sizes * weight_of(reader).double().reshape(-1, width, architecture.width).norm(dim=(0, 2))
                 kept = sizes.topk(round((1 - self.share) * width)).indices.sort().values
                 lost += sum(_keep(stack, linear, kept, width, columns=linear is writer) for linear in (*readers, writer))
-            # The ledger is read after the run as well, so it stays.
+            # The ledger is read after the run as well, so they stay.
             architecture.linear_params_per_layer = architecture.dense_linear_params_per_layer - lost // architecture.n_layers
+            architecture.mlp_params_per_layer = linear_params(architecture.mlp(0))
             yield
 
 

@@ -330,6 +330,7 @@ class Latency(InTurns):
         done = count(1)
         found: dict[str, Any] = {}
         with bench.apply() as run:
+            run.count_decisions(False)
             steps = {
                 "dense": calls(dense, batch, protocol, before=lambda: bench.progress(min(1.0, next(done) / rounds))),
                 "run": calls(bench.model, batch, protocol, before=run.reset),  # or the traces of all rounds pile up

@@ -52,6 +52,7 @@ class Calibration(FittedFile):
     provenance: dict[str, Any] = field(default_factory=dict)
 
     kind = "calibration"
+    reads_states = False
     format = "quicksilver-calibration-1"
     remedy = "run `quicksilver calibrate model=MODEL text=FILE` and give its file as calibration=FILE, or give a number"
 

@@ -91,6 +91,10 @@ class ChannelSparsity(Transform, Fitted):
         self._thresholds = [energy.thresholds(self.error) for energy in energies]
         self._digest = model_digest(model)
 
+    def bind(self, architecture: Architecture) -> None:
+        super().bind(architecture)
+        architecture.rotated_by = "channel_sparsity" if self.rotate else ""
+
     @contextmanager
     def applied(self, architecture: Architecture) -> Iterator[None]:
         if self._digest is None:

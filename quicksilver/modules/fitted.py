@@ -81,6 +81,7 @@ class FittedFile:
     Class attributes:
         kind: what it is called in messages. format: of its files. remedy: what to do where there is none, or a wrong one.
         folder, suffix: of the files that ship beside a model. later: fields that older files of the format lack.
+        reads_states: whether its numbers are of the model's states, coordinate by coordinate.
 
     Attributes:
         weights_digest: `model_digest` of the model; empty: of any model of this shape.
@@ -92,6 +93,7 @@ class FittedFile:
     suffix: ClassVar[str] = ".safetensors"
     remedy: ClassVar[str]
     later: ClassVar[tuple[str, ...]] = ()
+    reads_states: ClassVar[bool] = True
     weights_digest: str
 
     def model_facts(self) -> dict[str, object]:
@@ -115,13 +117,23 @@ class FittedFile:
                 raise ConfigError(f"The {name} of a {self.kind} {wrong}: {self.remedy}.")
 
     def check(self, architecture: Architecture) -> None:
-        """Raises ConfigError where it is of another model: the first fact that differs, both values, the remedy."""
+        """Raises ConfigError where it is of another model: the first fact that differs, both values, the remedy; or of states that are rotated."""
+        self.check_basis(architecture)
         for name, own in self.model_facts().items():
             there = architecture.config.model_type if name == "model_type" else getattr(architecture, name)
             if own != there:
                 raise ConfigError(f"The {self.kind} is of a model with {name}={own} and this one has {there}: {self.remedy}.")
         if self.weights_digest:
             check_weights(f"The {self.kind}", self.weights_digest, architecture, self.remedy)
+
+    @classmethod
+    def check_basis(cls, architecture: Architecture) -> None:
+        """Raises ConfigError where another module rotates the states that it reads."""
+        if cls.reads_states and architecture.rotated_by:
+            raise ConfigError(
+                f"{architecture.rotated_by} rotates the states, and a {cls.kind} was fitted to them as they are: give "
+                f"modules.{architecture.rotated_by}.rotate=false, or leave one out."
+            )
 
     def save(self, path: Path | str, dtype: torch.dtype = torch.float32) -> None:
         """Write atomically: a reader sees the whole file or none. Tensors in `dtype`; what is read again is float32."""
@@ -184,6 +196,7 @@ class FittedFile:
     @classmethod
     def of_model(cls, architecture: Architecture, option: str = "") -> dict[str, Self]:
         """What ships with this model, by the name of its file; raises ConfigError where an `option` asks for it and there is none."""
+        cls.check_basis(architecture)
         digest = model_digest(architecture.model)
         found = {path.stem: one for path in cls.shipped() if (one := cls.load(path)).weights_digest == digest}
         if option and not found:
@@ -272,6 +285,7 @@ class BoundTranslator:
 
     translator: Translator
     architecture: Architecture
+    _kept: list[torch.Tensor] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def source_layer(self) -> int:
@@ -287,10 +301,20 @@ class BoundTranslator:
         """K before its rotation, and V, of all later layers: hidden (B, M, D). One product for all."""
         own = self.translator
         normed = self.architecture.normalised_input(own.source_layer, hidden).to(hidden.dtype)
-        weight = own.weight[:, :, :, self.architecture.ranks.own(own.shape.n_kv_heads)].to(hidden)
+        weight = self._weight(hidden)
         flat = torch.addmm(weight[0].flatten(), normed.flatten(0, 1), weight[1:].flatten(1))
         parts = flat.view(*hidden.shape[:2], *weight.shape[1:]).permute(2, 3, 0, 4, 1, 5)
         return PredictedKV(own.source_layer + 1, parts[:, 0], parts[:, 1])
+
+    def _weight(self, like: torch.Tensor) -> torch.Tensor:
+        """This process's part of the weight, in the dtype and on the device of the states; kept, but while it is trained."""
+        if not self._kept or (self._kept[0].dtype, self._kept[0].device) != (like.dtype, like.device):
+            own = self.translator.weight
+            weight = own[:, :, :, self.architecture.ranks.own(self.translator.shape.n_kv_heads)].to(like)
+            if own.requires_grad:
+                return weight
+            self._kept[:] = [weight]
+        return self._kept[0]
 
 
 def translator_files(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:
@@ -300,9 +324,14 @@ def translator_files(entry: Mapping[str, Any], model_folder: Path) -> list[Path]
     source = entry.get("translator", EMBEDDED)
     if str(source) != EMBEDDED:
         return [Path(source)]
-    own = sorted((model_folder / Translator.folder).glob("*"))
-    if not own and model_folder.parent != MODELS_FOLDER:  # it may be a copy of a shipped model; one of these is a copy of none
-        own = sorted(MODELS_FOLDER.glob(f"*/{Translator.folder}/*"))
+    return files_beside(model_folder, Translator.folder)
+
+
+def files_beside(model_folder: Path, folder: str) -> list[Path]:
+    """The files that a model finds in its `folder`: what ships with it, or with the shipped models, of which it may be a copy."""
+    own = sorted((model_folder / folder).glob("*"))
+    if not own and model_folder.parent != MODELS_FOLDER:  # one of these is a copy of none
+        own = sorted(MODELS_FOLDER.glob(f"*/{folder}/*"))
     return [path for path in own if path.is_file()]
 
 
@@ -318,6 +347,9 @@ def translator_for(architecture: Architecture, source: str | Path | BoundTransla
     instead = f"{Translator.remedy} layers=[{source_layer}]."
     if isinstance(source, BoundTranslator) or str(source) != EMBEDDED:
         bound = source if isinstance(source, BoundTranslator) else Translator.load(source).bound(architecture)
+        if bound.architecture.model is not architecture.model:
+            raise ConfigError(f"The translator was bound to another model: give its file, or {instead}")
+        Translator.check_basis(architecture)
         if bound.source_layer != source_layer:
             predicts = f"The translator predicts for tokens that stop before layer {bound.source_layer}"
             raise ConfigError(f"{predicts}, and these stop before layer {source_layer}: stop them there, or {instead}")
@@ -377,4 +409,4 @@ def lens_for(architecture: Architecture) -> Lens:
 def lens_files(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:
     """The files that decide what a module with these arguments reads by a lens; none where it asks for none, or the model has none."""
     asked = TUNED_LENS in (entry.get("entropy"), entry.get("source"))
-    return sorted((model_folder / TUNED_LENS).glob("*.safetensors")) if asked else []
+    return files_beside(model_folder, TUNED_LENS) if asked else []

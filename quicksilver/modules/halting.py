@@ -110,6 +110,8 @@ class HaltingPolicy(TokenPolicy):
         if last_useful < 0:
             resumed = f"with resume_layers={self.resume_layers} a halted token resumes in all that follow"
             fewer = f"resume fewer layers, at most {max(0, n_layers - 2)}"
+            if self.resume_layers <= n_layers - 2:  # there is none that K/V could be predicted for
+                resumed, fewer = "missing_kv='predict' is for those after the next one", "give another missing_kv"
             raise ConfigError(f"Nothing would ever halt: the model has {n_layers} layers, and {resumed}: {fewer}.")
         if self.first_layer > self.last_layer:
             opens = f"window={self.window} opens after layer {self.first_layer} of 0 to {n_layers - 1}"

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from quicksilver.modules.checks import Ends
-from quicksilver.modules.fitted import EMBEDDED, FittedFile, ModelShape
+from quicksilver.modules.fitted import EMBEDDED, FittedFile, ModelShape, files_beside
 from quicksilver.runtime import Architecture, ConfigError, LayerView, TokenPolicy, TokenState
 from quicksilver.runtime.options import Count, Share
 from quicksilver.runtime.translation import MLPMap
@@ -67,15 +67,15 @@ class MLPMaps(FittedFile):
         return {"n_layers": self.shape.n_layers, "width": self.shape.width, "model_type": self.shape.model_type}
 
     def of_layers(self, layers: Sequence[int], architecture: Architecture) -> dict[int, LinearMap]:
-        """The maps of these layers, in the model's dtype and on its device; raises ConfigError for a layer or neuron that there is not."""
+        """The maps of these layers, in the model's dtype; raises ConfigError for a layer or neuron that there is not."""
         if missing := sorted(set(layers) - set(self.layers)):
             there = ", ".join(map(str, self.layers))
             raise ConfigError(f"layers={list(layers)}: no map stands in for the MLP of layer {missing[0]}. There are: {there}.")
-        found, like = {}, next(architecture.layers[0].parameters())
+        found, dtype = {}, next(architecture.layers[0].parameters()).dtype  # not its device: an offloaded layer has none
         for layer in layers:
             place = self.layers.index(layer)
             neurons = Neurons.of(architecture, layer, self.neurons[place]) if self.neurons else None
-            found[layer] = LinearMap(self.weight[place].to(like), neurons)
+            found[layer] = LinearMap(self.weight[place].to(dtype), neurons)
         return found
 
 
@@ -154,7 +154,7 @@ def mlp_map_files(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:
         return []
     if str(source) != EMBEDDED:
         return [Path(source)]
-    return sorted((model_folder / MLPMaps.folder).glob("*.safetensors"))
+    return files_beside(model_folder, MLPMaps.folder)
 
 
 @dataclass(kw_only=True)

@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from quicksilver.modules.calibration import Calibrated, Calibration, Thresholds
-from quicksilver.modules.checks import Ends, layer_after, share_of
+from quicksilver.modules.checks import Ends, check_known_ids, layer_after, share_of
 from quicksilver.modules.fitted import EMBEDDED, BoundTranslator, FittedFile, Translator, translator_files, translator_for
 from quicksilver.modules.halting import HaltingPolicy
 from quicksilver.modules.linear_mlp import LinearMLP, MLPMaps, mlp_map_files
@@ -225,6 +225,8 @@ class StagedHalting(HaltingPolicy, Calibrated):
         return [(signal, stage.below) for stage in self._stages if (signal := stage.score) is not None]
 
     def bind(self, architecture: Architecture) -> None:
+        check_known_ids("full_ids", self.full_ids, architecture.vocab_size)
+        check_known_ids("forced_ids", self.forced_ids, architecture.vocab_size)
         n_layers, last = architecture.n_layers, architecture.n_layers - 1 - self.resume_layers
         layers = [stage.layer(n_layers) for stage in self._stages]
         for i, (stage, layer) in enumerate(zip(self._stages, layers, strict=True)):
@@ -407,6 +409,7 @@ class Schedules(FittedFile):
     mlp_maps: Path | None = None
 
     kind = "file of schedules"
+    reads_states = False
     format = "yaml"
     folder = Translator.folder
     suffix = ".yaml"

@@ -8,6 +8,7 @@ import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -55,6 +56,11 @@ def linears_of(modules: Iterable[nn.Module]) -> list[Any]:
     return [part for module in modules for part in module.modules() if isinstance(part, (nn.Linear, Conv1D))]
 
 
+def linear_params(module: nn.Module) -> int:
+    """Weights of the matrix products within."""
+    return sum(linear.weight.numel() for linear in linears_of([module]))
+
+
 class Architecture(ABC):
     """One model, seen through its family's adapter.
 
@@ -93,12 +99,16 @@ class Architecture(ABC):
         self.output_head: Any = model.get_output_embeddings()
         self.vocab_size: int = self.output_head.weight.shape[0]
         self.spans: list[Span | None] = [None] * self.n_layers  # what modules leave in sight, set for the length of a run
+        self.rotated_by = ""  # the module that turns the basis of the states, for the length of a run
         self.causal_block = 1  # queries of a causal product that visit as many keys as the last of them
         self.layer_signature = inspect.signature(type(self.layers[0]).forward)
         # Every family here has identical layers; weights of matrix products only (norms and biases are not products).
         linear = [m.weight for m in linears_of([self.layers[0]])]
         self.linear_params_per_layer = sum(weight.numel() for weight in linear)  # of this run; a transform may leave some out
         self.dense_linear_params_per_layer = self.linear_params_per_layer
+        self.mlp_params_per_layer = 0
+        with suppress(UnsupportedModelError):  # an encoder has none
+            self.mlp_params_per_layer = linear_params(self.mlp(0))
         self._own_linear_params_per_layer = sum(local(weight).numel() for weight in linear)
         self.kv_params_per_layer = 2 * self.width * self.n_kv_heads * self.head_dim
         # Weights that `project_kv` and `project_q` really multiply by: more than their own where a fused projection cannot be cut.
@@ -126,11 +136,6 @@ class Architecture(ABC):
     def attention(self, layer: int) -> nn.Module:
         """The attention module of a layer."""
         return attrgetter(self.parts.attention)(self.layers[layer])
-
-    @property
-    def mlp_params_per_layer(self) -> int:
-        """Weights of matrix products in a feed-forward module."""
-        return sum(m.weight.numel() for m in linears_of([self.mlp(0)]))
 
     def mlp(self, layer: int) -> nn.Module:
         """The feed-forward module of a layer; every family here calls it `mlp`."""

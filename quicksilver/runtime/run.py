@@ -246,6 +246,7 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self._leave()
         self._entered.close()
         self._current = None
 
@@ -268,10 +269,10 @@ class Run:
                 )
 
     def _begin(self, arguments: dict[str, Any]) -> None:
-        if self._thread != threading.get_ident():
-            if not self._pass_lock.acquire(blocking=False):
-                raise ConfigError("Another thread is in the middle of a pass of this model: call it from one thread at a time.")
-            self._thread = threading.get_ident()
+        self._leave()  # a pass that was interrupted: torch calls no hook after KeyboardInterrupt
+        if not self._pass_lock.acquire(blocking=False):
+            raise ConfigError("Another thread is in the middle of a pass of this model: call it from one thread at a time.")
+        self._thread = threading.get_ident()
         self._current = current = Forward(
             arguments, self.arch.n_layers, self.pass_index,
             decides_only=self.execution == "decide", remembers_kv=self._copies_kv,
@@ -305,13 +306,14 @@ class Run:
             )
 
     def _leave(self) -> None:
-        """The pass is over, or failed."""
+        """The pass of this thread is over, or failed; of another's nothing changes."""
+        if self._thread != threading.get_ident():
+            return
         for store in self._continuing:
             store.continues = False
         self._continuing = []
-        if self._thread == threading.get_ident():
-            self._thread = 0
-            self._pass_lock.release()
+        self._thread = 0
+        self._pass_lock.release()
 
     def _nobody_acts_in(self, current: Forward) -> bool:
         """One new token a row, about which no module will be asked in any layer: nothing can change before the pass ends."""

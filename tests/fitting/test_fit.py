@@ -20,7 +20,7 @@ from quicksilver.models.loading import EMBEDDED
 from quicksilver.modules import Halting, Schedule, signals
 from quicksilver.modules.calibration import calibrate
 from quicksilver.modules.fitted import Lens, ModelShape, Translator, lens_files, lens_for, model_digest
-from quicksilver.modules.linear_mlp import Neurons
+from quicksilver.modules.linear_mlp import Neurons, mlp_map_files
 from quicksilver.runs.config import compose
 from quicksilver.runs.context import RunContext
 from quicksilver.runtime import MISSING_KV, apply, architecture_of
@@ -256,7 +256,11 @@ def test_the_models_own_file_is_part_of_what_a_run_is_of_only_where_it_is_read(t
     own = [path for path in Lens.shipped() if path.is_relative_to(folder)]
     assert len(own) == 1
     assert lens_files({"entropy": "tuned_lens"}, folder) == lens_files({"source": "tuned_lens"}, folder) == own
-    assert lens_files({"entropy": "logit_lens"}, folder) == lens_files({"entropy": "tuned_lens"}, tmp_path) == []
+    assert lens_files({"entropy": "logit_lens"}, folder) == []
+    assert lens_files({"entropy": "tuned_lens"}, tmp_path) == sorted(Lens.shipped())  # it may be a copy of a shipped model
+    maps = mlp_map_files({"maps": "embedded"}, EMBEDDED / "far-gpt2")
+    assert maps == [EMBEDDED / "far-gpt2" / "linear_mlp" / "maps.safetensors"]
+    assert set(maps) < set(mlp_map_files({"maps": "embedded"}, tmp_path))
 
 
 def test_a_measurement_that_reads_the_lens_is_of_it_too() -> None:

@@ -2,6 +2,7 @@
 
 import gc
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +12,15 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import Does, load
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
-from quicksilver.measure import attention_pairs, count_by_operator, count_executed, memory, peak_memory
+from quicksilver.data.windows import Windows
+from quicksilver.measure import Bench, attention_pairs, count_by_operator, count_executed, memory, peak_memory
 from quicksilver.measure.flop_counter import FORMULAS, aten
+from quicksilver.measure.latency import Latency
 from quicksilver.measure.memory import MemoryResult, peak_tensor_bytes
+from quicksilver.measure.perplexity import Protocol
 from quicksilver.records.record import load_record
 from quicksilver.runs.config import compose
 from quicksilver.runs.run import ensure
@@ -152,6 +157,18 @@ def test_what_a_decision_of_ones_own_computes_is_counted_once_and_operators_agre
         run.count_decisions(False)
         model(ids)
     assert (run.flops.executed < 0.99 * interposed) == (not counts_itself)
+
+
+def test_no_product_is_counted_while_a_clock_runs() -> None:
+    counting: list[bool] = []
+
+    def look(*_: Any) -> None:
+        counting.append(bool(_get_current_dispatch_mode_stack()))
+
+    windows = Windows(tiny.ids(2, 24), 2, 48, None, "made here")
+    Latency().run(Bench(tiny.build("gpt2"), windows, Protocol("continuation", 24, 20, 2), [Does(look)]))
+    assert counting
+    assert not any(counting)
 
 
 def test_a_decision_that_returns_something_is_refused() -> None:

@@ -53,6 +53,7 @@ from quicksilver.modules import (
     shuffled,
 )
 from quicksilver.modules.checks import TokenMask
+from quicksilver.modules.fitted import translator_for
 from quicksilver.modules.learned_halting import TrainedGates
 from quicksilver.modules.linear_mlp import Neurons
 from quicksilver.modules.signals import make_signal
@@ -324,6 +325,11 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: replace(tiny.random_mlp_maps(architecture_of(tiny.load("gpt2"))), neurons=((1, 2), (3,))), r"neurons=\[2, 1\]: give as many"),
     (lambda: LinearMLP().bind(architecture(tiny.LAYERS)), "maps='embedded'.*fit them for this model"),
     (lambda: Schedule(1, 0.25, 5).modules("drop")[-1].bind(architecture(tiny.LAYERS)), "before=5 is layer 5, where halting saves nothing"),
+    (lambda: apply(tiny.load("gpt2"), [ChannelSparsity(), RandomMLP()]), "channel_sparsity rotates the states, and a file of MLP maps .*rotate=false"),
+    (lambda: apply(tiny.load("gpt2"), [ChannelSparsity(), Preset(schedule=Schedule(1, 0.25, 3))]), "rotates the states, and a translator"),
+    (lambda: StagedHalting(stages=[STAGE], full_ids=[10**6]).bind(architecture_of(tiny.load("gpt2"))), r"full_ids.*1000000"),
+    (lambda: translator_for(architecture_of(tiny.build("gpt2")), tiny.random_translators(architecture_of(tiny.load("gpt2")))[1], 2),
+     "bound to another model"),
     (lambda: apply(tiny.load("gpt2"), [SlidingWindow(), SinkAttention()]), "2 modules limit how far back"),
     (lambda: apply(tiny.load("gpt2"), [Int8Dynamic(), AdaptiveQuantization()]), "Int8Dynamic and AdaptiveQuantization"),
     (lambda: apply(tiny.load("gpt2"), [Int8Dynamic(), BFloat16()]), "Int8Dynamic and BFloat16"),

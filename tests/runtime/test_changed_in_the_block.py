@@ -4,13 +4,16 @@ import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import tiny
 import torch
+from drawing import Preset
 from thinning import diagonal
 from tiny import Batch, Does, HaltAll, Hashed, Never
 
+from quicksilver.modules import Schedule
 from quicksilver.runtime import ConfigError, apply
 from quicksilver.runtime.pass_state import MISSING_KV
 
@@ -63,6 +66,44 @@ def test_a_second_thread_in_the_middle_of_a_pass_is_refused() -> None:
         go_on.set()
         assert torch.equal(first.result(30), tiny.load("llama")(**BATCH.inputs()).logits)  # and free again, for this thread
         assert run.pass_index == 2
+
+
+def test_after_a_decode_pass_that_was_interrupted_modules_act_again() -> None:
+    """torch calls no hook after KeyboardInterrupt."""
+    model = tiny.load("llama")
+    with torch.no_grad(), apply(model, [Preset(schedule=Schedule(1, 0.25, 3, 2, 5))]) as run:
+        output = model(**BATCH.inputs(), use_cache=True)
+        handle = model.model.layers[2].register_forward_pre_hook(Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):  # no module acts on a token that is decoded: layers append by themselves
+            model(BATCH.ids[:, :1], past_key_values=output.past_key_values)
+        handle.remove()
+        before = run.flops.executed
+        assert torch.equal(model(**BATCH.inputs()).logits, output.logits)
+        assert run.flops.executed == 2 * before
+
+
+def test_a_thread_that_is_refused_leaves_the_pass_of_another_as_it_is() -> None:
+    model, inside, go_on = tiny.load("llama"), threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        inside.set()
+        assert go_on.wait(30)
+
+    with torch.no_grad(), apply(model, [Preset(schedule=Schedule(1, 0.25, 3, 2, 5))]) as run, ThreadPoolExecutor(1) as pool:
+        caches = [model(**BATCH.inputs(), use_cache=True).past_key_values for _ in range(2)]
+        run.reset()
+        token = BATCH.ids[:, :1]
+        expected = model(token, past_key_values=caches[0]).logits
+        executed = run.flops.executed
+        handle = model.model.layers[2].register_forward_pre_hook(wait)
+        decoded = pool.submit(torch.no_grad()(lambda: model(token, past_key_values=caches[1]).logits))
+        assert inside.wait(30)
+        with pytest.raises(ConfigError, match="Another thread"):
+            model(**BATCH.inputs())
+        go_on.set()
+        assert torch.equal(decoded.result(30), expected)
+        handle.remove()
+        assert run.flops.executed == 2 * executed
 
 
 def test_modules_are_read_once_and_each_stands_once() -> None:

@@ -3,6 +3,7 @@ often, at what cost."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import tiny
@@ -10,10 +11,11 @@ import torch
 from drawing import Preset, RandomMLP
 from tiny import EVEN, RAGGED, Batch, Does, MapsMLPs
 
-from quicksilver.baselines.number_formats import BFloat16
+from quicksilver.baselines.number_formats import BFloat16, Int8Dynamic
+from quicksilver.baselines.pruning import ChannelPruning
 from quicksilver.modules import AdaptiveQuantization, Replay, Schedule, shuffled
 from quicksilver.modules.linear_mlp import LinearMap, Neurons
-from quicksilver.runtime import Architecture, LayerView, TokenState, apply, architecture_of
+from quicksilver.runtime import Architecture, LayerView, TokenState, Transform, apply, architecture_of
 from quicksilver.runtime.translation import PredictedKV
 
 AT = 1  # tokens halt after this layer: the source layer is the next one
@@ -48,6 +50,25 @@ def every_second(translator: Constant | None, missing_kv: str = "predict", count
         tokens.halt(chosen, missing_kv=missing_kv, translator=translator, count_per_row=count_per_row)
 
     return Does(halt, at=AT, priority=10, copies_kv=missing_kv == "copy")
+
+
+@pytest.mark.parametrize("transform", [Int8Dynamic, partial(ChannelPruning, share=0.5)])
+def test_what_mlps_save_is_the_same_within_the_block_and_after_it_whatever_their_products_are(
+    transform: Callable[[], Transform],
+) -> None:
+    model, flops, some = tiny.load("gpt2"), {}, partial(RandomMLP, protect_first=1, protect_last=3)
+    for name, modules in {"maps": [some()], "both": [some(), transform()], "alone": [transform()], "none": []}.items():
+        with torch.no_grad(), apply(model, modules) as run:
+            model(**EVEN.inputs())
+            within = run.flops
+        flops[name] = within.executed
+        with torch.no_grad(), apply(model, modules) as run:
+            model(**EVEN.inputs())
+        assert run.flops == within
+    assert flops["maps"] < flops["none"]
+    assert flops["both"] < flops["alone"]
+    if transform is Int8Dynamic:
+        assert flops["both"] == flops["maps"]
 
 
 @pytest.mark.parametrize("counted", [False, True])

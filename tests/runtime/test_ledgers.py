@@ -108,6 +108,21 @@ def test_a_rearranged_cache_goes_on_as_the_sequences_it_now_holds(name, executio
     torch.testing.assert_close(again, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_drafts_that_are_taken_back_leave_nothing_in_a_layer_that_had_no_entry() -> None:
+    """As in speculative decoding, where the first tokens of all left the later layers."""
+    model, found = tiny.load("llama"), []
+    for execution in ("compact", "masked"):
+        leave = tiny.Does(lambda view, tokens: tokens.halt(tokens.active & (view.slots < 4), missing_kv="drop"), at=0)
+        with torch.no_grad(), apply(model, [leave], execution=execution):
+            cache = model(TWO.ids[:, :4], use_cache=True).past_key_values
+            cache.crop(-2)
+            cache = model(TWO.ids[:, 2:8], past_key_values=cache).past_key_values
+            cache.crop(-2)
+            assert cache.get_seq_length() == 6
+            found.append(model(TWO.ids[:, 6:], past_key_values=cache).logits)
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("execution", ["compact", "masked"])
 def test_a_cache_cropped_to_nothing_is_a_new_one(execution: str) -> None:
     model = tiny.load("llama")

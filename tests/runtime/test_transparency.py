@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from drawing import RandomMLP
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thinning import diagonal, draws, first
@@ -145,9 +146,9 @@ BATCH = Batch((tuple(range(1, 21)), tuple(range(40, 25, -1))))  # of unequal len
 
 
 def offloaded(model, folder):
-    """Every second layer on disk, all else in memory."""
+    """Every second layer on disk, the first among them, all else in memory."""
     model.save_pretrained(folder)
-    layers = {id(layer): ("cpu", "disk")[i % 2] for i, layer in enumerate(architecture_of(model).layers)}
+    layers = {id(layer): ("disk", "cpu")[i % 2] for i, layer in enumerate(architecture_of(model).layers)}
     places, placed = {}, ()
     for name, module in model.named_modules():
         if name.startswith(placed):
@@ -179,3 +180,12 @@ def test_offloaded_is_plain(family, tmp_path, subtests):
             assert found[0][1].executed != found[0][1].dense_nominal or name == "none"
     assert [name for name, parameter in model.named_parameters() if parameter.is_meta] == elsewhere
     assert [layer.forward for layer in architecture_of(model).layers] == forwards
+
+
+def test_maps_of_mlps_are_there_where_the_first_layer_is_on_disk(tmp_path):
+    plain, found = tiny.load("gpt2"), []
+    for model in (plain, offloaded(plain, tmp_path)):
+        with apply(model, [RandomMLP(protect_first=1, protect_last=3)]) as run:
+            found.append((model(**BATCH.inputs()).logits, run.flops))
+    assert all(torch.equal(a, b) for a, b in zip(*(BATCH.real(logits) for logits, _ in found), strict=True))
+    assert found[0][1] == found[1][1]

@@ -194,10 +194,10 @@ class CacheLayer(DynamicLayer):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         real_seen = self.real_seen
-        if self.entries is None or real_seen is None:
-            return
-        self._real_seen = real_seen[beam_idx]
-        self.storage.select_rows(beam_idx)
+        if real_seen is not None:
+            self._real_seen = real_seen[beam_idx]
+        if self.entries is not None:
+            self.storage.select_rows(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self.reorder_cache(indices)
@@ -216,7 +216,10 @@ class CacheLayer(DynamicLayer):
             raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number.")
         n = -tokens_to_remove
         real_seen = self.real_seen
-        if n == 0 or self.entries is None or real_seen is None:
+        if n == 0:
+            return
+        if self.entries is None or real_seen is None:  # columns of which none has an entry here
+            self.seen, self._real_seen = self.seen - n, None if real_seen is None else real_seen - n
             return
         if self.merged and self.seen - n < self.unmerged_from:
             raise UnsupportedModelError(
@@ -255,7 +258,7 @@ def take_over(cache: Cache, layer: int, fresh: CacheLayer, past_valid: torch.Ten
             return found
         if found.seen:
             raise UnsupportedModelError(
-                "This KV cache was written under another execution (compact or masked); start a new cache."
+                "This KV cache was written under another execution (compact or masked), or with other widths; start a new cache."
             )
     else:
         if not isinstance(found, DynamicLayer) or type(found).__name__ not in ("DynamicLayer", "DynamicSlidingWindowLayer"):

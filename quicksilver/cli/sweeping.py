@@ -139,11 +139,11 @@ def _print_plan(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequ
 
 
 @contextmanager
-def _started(first: RunConfig, manifest: Manifest, fixed: Sequence[str] = ()) -> Iterator[Board]:
+def _started(first: RunConfig, manifest: Manifest, fixed: Sequence[str] = (), drawn: Sequence[str] = ()) -> Iterator[Board]:
     """The sweep of that manifest, new or resumed, launched by this process alone; `first`: the config of its first run."""
     sweep = Sweep(first.results_dir, manifest)
     with sweep.driver_lock():
-        sweep.create(fixed)
+        sweep.create(fixed, drawn)
         sweep.forget_failures()
         yield Board(sweep)
 
@@ -484,6 +484,8 @@ def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
         raise ConfigError("hydra/sweeper=optuna needs name=…: under it the study is found again.")
     if asked.workers is not None or launcher_name(settings) != SERIAL:
         raise ConfigError("hydra/sweeper=optuna draws one run after the other: leave hydra/launcher and workers out.")
+    if asked.shard:
+        raise ConfigError("hydra/sweeper=optuna draws one run after the other: leave shard=true out.")
     space = studies.space_of(_of_runs(overrides), config.params)
     first = compose(space.least, extra_dirs)
     check_tracker(first.tracker)
@@ -491,11 +493,11 @@ def optimise(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequenc
         print(table(estimates([first])))
         print(f"Optuna draws {config.trials} runs (hydra.sweeper.trials); the one above has the smallest value of each key.")
         return 0
-    check_time([first], asked.yes)
+    check_time([first], asked.yes, config.trials if asked.limit is None else min(asked.limit, config.trials))
     place, extra = RunContext(), tuple(map(str, extra_dirs))
     plan([first], place)  # a model or a text that is not there is refused before anything is drawn
     manifest = Manifest(asked.name, ("-m", *overrides), (), extra, records=first.records, total=config.trials)
-    with _started(first, manifest, space.fixed) as board:
+    with _started(first, manifest, space.fixed, tuple(space.drawn)) as board:
         study = studies.open_study(board.sweep.folder, asked.name, config)
 
         def plan_of(run: SweepRun) -> Plan:

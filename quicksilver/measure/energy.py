@@ -288,8 +288,8 @@ class EmissionsResult(Result):
 
 @dataclass
 class Emissions(Measurement, share=0.04, timed=True, in_identity=False):
-    """Read CodeCarbon over a short window of work. No other number depends on it: a record without it is the same record. The dense model is
-    read once for all runs of this model, text and protocol in one process.
+    """Read CodeCarbon over a short window of work. No other number depends on it: a record without it is the same record. With a
+    counter the dense model is read in turns with the run; an estimate reads it once for all runs of this model, text and protocol in one process.
 
     Args:
         country_iso_code: whose electricity it is, such as DEU; None: the world average that CodeCarbon has.
@@ -303,13 +303,14 @@ class Emissions(Measurement, share=0.04, timed=True, in_identity=False):
         meter = meter_of(self.country_iso_code)
         kept = bench.dense.energy_j_per_token if bench.dense is not None else {}
         setting = f"{self.country_iso_code} {self.window_s}"
-        with _works(bench, dense=setting not in kept or not bench.modules) as (works, tokens):
+        with _works(bench, dense=meter.measured or setting not in kept or not bench.modules) as (works, tokens):
             # Two rounds in turns: a slow moment of the machine hits both. Of an estimate, 0.2 s differ from 0.8 s by 5%.
             least_s = self.window_s / (2 if meter.measured else 8)
             rounds = [{name: window(work, meter, least_s) for name, work in works.items()} for _ in range(2)]
         summed = {name: Window(*map(sum, zip(*(one[name] for one in rounds), strict=True))) for name in works}
         joules = {name: both.joules / (tokens * both.calls) for name, both in summed.items()}
-        dense = kept.setdefault(setting, joules["dense"]) if "dense" in joules else kept[setting]
+        dense = joules["dense"] if "dense" in joules else kept[setting]
+        kept.setdefault(setting, dense)
         ours, grams = joules.get("run", dense), 1e3 * meter.grid_kg_per_kwh / J_PER_KWH
         return EmissionsResult(
             ours, grams * ours, dense, grams * dense, (summed.get("run") or summed["dense"]).seconds, meter.method,

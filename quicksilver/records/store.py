@@ -213,12 +213,20 @@ class Store:
                 # A living draft's lease is there before and after its folder. Another name, or a link, is not ours.
                 draft, blocks = _DRAFT.fullmatch(path.name), re.fullmatch(r"[0-9a-f]{20}", path.name)
                 dead = draft and path.is_dir() and not lease.is_held(path.with_name(path.name + _LEASE))
-                if (dead or (blocks and self.path(path.name).exists())) and not path.is_symlink():
+                # Blocks beside a record that was only confirmed are of a run that measures it, with records=own.
+                over = blocks and self.path(path.name).exists() and self._is_own(path.name)
+                if (dead or over) and not path.is_symlink():
                     shutil.rmtree(path, ignore_errors=True)
                     removed.append(path.name)
             for path in sorted((*self.drafts.glob(f"*{_LEASE}"), *self.root.glob("locks/*.lock"))):
                 lease.remove_abandoned(path)
         return removed
+
+    def _is_own(self, fingerprint: str) -> bool:
+        """Whether that record was measured in this folder, not only confirmed; a damaged one counts as measured."""
+        with suppress(QuickSilverError):
+            return load_record(self.path(fingerprint)).confirmed is None
+        return True
 
     # --- small files ---
     def write_json(self, relative: str, data: Any) -> Path:
@@ -328,7 +336,10 @@ class Blocks:
             while left := [block for block in blocks if not paths[block].exists()]:
                 taken = len(mine)
                 for block in left:
-                    if shared and self._store.path(self._fingerprint).exists():
+                    there = shared and self._store.path(self._fingerprint).exists()
+                    if (
+                        there and self._store.get(self._fingerprint) is not None
+                    ):  # one that was only confirmed is none with records=own
                         raise SupersededError
                     if (held := lease.take(paths[block].with_suffix(".lock"))) is None:
                         continue

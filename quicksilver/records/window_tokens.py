@@ -36,7 +36,7 @@ def _windows(model: str, dataset: str, root: str | None, window_tokens: int, dig
     """(W, N) ids and the tokenizer, once for all runs on the same windows."""
     from transformers import AutoTokenizer
 
-    folder = Path(root) if root else None
+    folder = Path(root).expanduser() if root else None
     data: DatasetConfig = _typed(DatasetConfig, dataset)
     files = locate(_typed(ModelConfig, model), folder).folder
     tokenizer = AutoTokenizer.from_pretrained(files, local_files_only=True, trust_remote_code=False)

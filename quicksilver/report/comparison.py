@@ -52,7 +52,7 @@ LEGEND = {
     "speedup_pct": "speedup: wall clock of one batch, under continuation of its prompt as well. It is the median of rounds that alternate with "
     f"the dense model. {NOISE} simulated: no time, because the quantization is simulated in float.",
     "co2_saved_pct": "CO₂e: grams that CodeCarbon charges a token, saved in percent. The dense row shows micrograms a token. Without an energy "
-    "counter it is derived from time. It is ≈ 0 or ±43 where the time is, or where it is itself within that noise.",
+    "counter they are power × time, so the share saved is that of the time. It is ≈ 0 or ±43 where the time is, or where it is itself within that noise.",
     "nominal_flops": "FLOPs saved has three ledgers. exec: operations that ran, signals and modules included. nominal: the dense formula on "
     "active tokens. paper: Appendix J's formula, comparable with the paper's column only. Of KV skipping alone it counts nothing, so that claim "
     "is judged by nominal. It charges a bit-width bits/16; App. J's own β saves less (Table 3 shows both). prompt: exec, of the prompt alone.",
@@ -108,7 +108,9 @@ def against_dense(
             row |= time_saved(f"{phase}speedup_pct", timing.ratio)
     if emissions is not None and record.execution == "compact" and not record.simulated:
         row["gco2_per_token"] = emissions.gco2_per_token
-        if emissions.dense_gco2_per_token > 0:
+        if not emissions.measured:  # power × time: what is saved is time, and that was timed in turns
+            row["co2_saved_pct"] = row.get("speedup_pct")
+        elif emissions.dense_gco2_per_token > 0:
             row["co2_saved_pct"] = 100 * (1 - emissions.gco2_per_token / emissions.dense_gco2_per_token)
     return {key: value for key, value in row.items() if value is not None}
 

@@ -272,17 +272,18 @@ def _whole(config: RunConfig, context: RunContext, fetch: bool) -> int:
     return max(1, len(text.encode()) // (_BYTES_PER_TOKEN * config.protocol.window_tokens))
 
 
-def check_time(configs: Sequence[RunConfig], yes: bool) -> None:
+def check_time(configs: Sequence[RunConfig], yes: bool, times: int = 1) -> None:
     """Print what runs would take that take long, and refuse them unless that was agreed to. Of models of the package, which are small, nothing
-    is asked; of what cannot be known before, nothing is said. Raises ConfigError: more than an hour without `yes`."""
+    is asked; of what cannot be known before, nothing is said; `times`: so many runs like these. Raises ConfigError: more than an hour without
+    `yes`."""
     asked = [config for config in configs if not config.model.path.startswith("embedded:")]
     hours = 0.0
     with suppress(ConfigError):
-        most = sum(one.seconds for one in estimates(asked, Speed(_SLOWEST, "any"), fetch=True))
+        most = times * sum(one.seconds for one in estimates(asked, Speed(_SLOWEST, "any"), fetch=True))
         if most / 3600 > 1 and (left := without_record(asked)):
             found = estimates(left, fetch=True)
             print(table(found), flush=True)
-            hours = sum(one.seconds for one in found) / 3600
+            hours = times * sum(one.seconds for one in found) / 3600
     if hours > 1 and not yes:
         raise ConfigError(f"This takes about {hours:,.1f} hours: add yes=true to start it, or score less (dataset.windows=64).")
 

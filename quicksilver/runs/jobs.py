@@ -240,6 +240,10 @@ class RecordIndex:
         ours = all(str(one.get("_target_", "")).startswith("quicksilver.") and not one.get("calibration") for one in entries)
         fingerprint = answer.record.fingerprint if answer.record is not None else answer.fingerprint
         kept: dict[str, Any] = {"fingerprint": fingerprint} if fingerprint is not None else {"reason": answer.reason}
+        named = (entry.get(key) for entry in entries for key in ("schedule", "maps", "translator", "gates"))
+        files = any(str(one).endswith((".yaml", ".safetensors")) for one in named)
+        if files or any(word.startswith("hydra.searchpath") for word in overrides):
+            ours = False  # files of the user's own, which no stamp knows
         if not (ours and config.model.path.startswith("embedded:")):
             kept["outside"] = True
         elif (dataset := config.dataset).reader not in _MADE_HERE:

@@ -119,12 +119,13 @@ class Manifest:
         """Keys in which the runs differ."""
         return tuple(dict.fromkeys(text.partition("=")[0] for run in self.runs for text in run.differing))
 
-    def check_same(self, there: Manifest, folder: Path, fixed: Sequence[str]) -> None:
-        """Raises ConfigError: the manifest of that name in `folder` has other runs."""
+    def check_same(self, there: Manifest, folder: Path, fixed: Sequence[str], drawn: Sequence[str] = ()) -> None:
+        """Raises ConfigError: the manifest of that name in `folder` has other runs, or draws other keys."""
         how = ""
         if self.total is not None:  # runs are drawn: all have the same fixed overrides
             rests = [[word for word in run.overrides if word not in run.differing] for run in there.runs]
-            same = there.total is not None and all(rest == [*fixed] for rest in rests)
+            keys = [[word.partition("=")[0] for word in run.differing] for run in there.runs]
+            same = there.total is not None and all(rest == [*fixed] for rest in rests) and all(one == [*drawn] for one in keys)
         else:
             pairs = list(zip(there.runs, self.runs, strict=False))
             other = next((pair for pair in pairs if pair[0].identity != pair[1].identity), None)
@@ -229,13 +230,13 @@ class Sweep:
             hint = f"There are: {', '.join(there)}." if there else "There is none: quicksilver run -m … makes one."
             raise ConfigError(f"There is no sweep {name} in {Path(results_dir) / FOLDER}. {hint}") from None
 
-    def create(self, fixed: Sequence[str] = ()) -> None:
+    def create(self, fixed: Sequence[str] = (), drawn: Sequence[str] = ()) -> None:
         """Write the manifest, or find it: the same command resumes its sweep, with the runs that were drawn before.
         Raises ConfigError: there is a sweep of that name with other runs; of one whose runs are drawn, with other `fixed`
-        overrides."""
+        overrides, or other `drawn` keys."""
         with suppress(FileNotFoundError):
             there = _read(self.folder / MANIFEST)
-            self.manifest.check_same(there, self.folder, fixed)
+            self.manifest.check_same(there, self.folder, fixed, drawn)
             if self.manifest.total is not None:
                 self.manifest = replace(self.manifest, runs=there.runs, created=there.created)
         self._write_manifest()

@@ -25,6 +25,7 @@ COMMANDS = [
     ("reproduce table99", ["There is no table 99"]),
     ("run modules=[halting,halting]", ["names halting twice"]),
     ("fit layers=[99]", ["layers=[99]", "from 0 to"]),
+    ("fit layers=[9] dataset=books", ["dataset=books", "text=[…]"]),
     ("dev fly", ["fly", "keep"]),
     ("dev keep model=gpt2", ["model=gpt2", "quicksilver dev keep takes results_dir=FOLDER"]),
     ("dev completion fish", ["bash, or zsh"]),

@@ -40,6 +40,8 @@ def test_one_run_prints_what_its_record_says(words, prints, monkeypatch):
     here = f"results_dir={folder.parents[1]}"
     shown = [prints("show", *words, here).out for words in ([], [record.fingerprint[:12]])]
     assert [one.count(record.label) for one in shown] == [one.count("trace.safetensors (") for one in shown] == [1, 1]
+    monkeypatch.chdir(folder.parent)
+    assert prints("show", folder.name).out == shown[1]
     shown = prints("show", str(folder)).out  # of any results folder
     assert unsaid(shown, record.label, f"on {record.environment.cpu}, {record.environment.threads} thread", "of all tokens") == []
     prints("report", here)  # no table is written there: the site has the runs

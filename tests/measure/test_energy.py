@@ -10,6 +10,8 @@ import pytest
 from quicksilver.measure import energy as meters
 from quicksilver.measure.energy import BELOW, CodeCarbonMeter, EmissionsResult, TokenEnergy, energy
 from quicksilver.measure.energy import window as full_window
+from quicksilver.records.store import Store
+from quicksilver.report.comparison import against_dense
 from quicksilver.runs.config import compose
 from quicksilver.runs.run import ensure
 
@@ -105,3 +107,6 @@ def test_emissions_of_a_run_stand_beside_those_of_the_dense_model_and_change_no_
     assert found.dense_energy_j_per_token > 0
     assert "world average" in found.line()
     assert asked_s == {least_s}
+    # What an estimate says to be saved is the time; without a clock that is not known.
+    saved = against_dense(record, Store(on.results_dir).dense_of(record)).get("co2_saved_pct")
+    assert saved == (pytest.approx(100 * (1 - found.gco2_per_token / found.dense_gco2_per_token)) if measured else None)

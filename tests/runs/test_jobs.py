@@ -3,13 +3,14 @@ who may, that each text stays with one process, and that what fails is left to b
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
 import quicksilver.runs.run as harness_run
 from quicksilver.runs import jobs as side_by_side
 from quicksilver.runs.config import compose
-from quicksilver.runs.jobs import FAILED, Job, RecordIndex, make_job, run_context, run_missing
+from quicksilver.runs.jobs import FAILED, Answer, Job, RecordIndex, make_job, run_context, run_missing
 from quicksilver.runs.tracker import NotMirrored
 from quicksilver.runtime.errors import ConfigError, QuickSilverError, UnavailableError
 
@@ -57,6 +58,21 @@ def test_an_error_of_the_dense_run_is_told_once_and_is_that_of_each_row(jobs, mo
     monkeypatch.setattr(harness_run, "_run", lambda step, *rest: fails() if step.config.modules else run(step, *rest))
     run_missing(rows, answers)
     assert [row.record is not None for row in rows] == [True, False]  # one that fails leaves the others alone
+
+
+@pytest.mark.parametrize("word", ["modules.predicted_kv.schedule={0}/own.yaml", "hydra.searchpath=[file://{0}]"])
+def test_what_files_of_the_user_s_decide_is_not_remembered_by_the_words_alone(word, jobs, tmp_path):
+    answers, rows = jobs
+    run_missing(rows[:1], answers)
+    words = (*rows[0].overrides, word.format(tmp_path))
+    config = compose(list(rows[0].overrides))
+    if "schedule" in word:
+        config = replace(
+            config,
+            modules={"predicted_kv": {"_target_": "quicksilver.modules.PresetHalting", "schedule": f"{tmp_path}/own.yaml"}},
+        )
+    answers.put(words, config, Answer(rows[0].record))
+    assert answers.get(words) is None
 
 
 @pytest.mark.processor

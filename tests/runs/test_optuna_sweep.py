@@ -68,6 +68,9 @@ def test_a_value_that_composes_to_a_run_that_is_there_counts_as_no_trial(words, 
         assert out.count("(equal: [") == 1  # depths 0.5 and 0.51 are one layer
     assert [state.state for state in Sweep.load(tmp_path / "results", "few").states()] == ["done"] * 3
     assert len(made) == len(set(made)) == 4  # with the dense one
+    more = [*choice, "modules.static_depth.protect_first=0,1", "name=few", "hydra.sweeper.trials=6"]
+    assert "there is a sweep of that name with other runs" in refused(*ASKING, *words, *more)
+    assert "leave shard=true out" in refused(*ASKING, *words, *choice, "name=few", "shard=true")
     assert "few is a sweep: quicksilver list sweep few" in refused("show", "few", f"results_dir={tmp_path / 'results'}")
 
 

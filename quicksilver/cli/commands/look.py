@@ -159,7 +159,7 @@ class Show(ResultsFolder):
         store, begins = Store(self.results_dir), Path(name).name
         if begins in names(self.results_dir):
             raise ConfigError(f"{begins} is a sweep: quicksilver list sweep {begins} shows it, with the record of each run.")
-        if begins and (own := Path(name) / RECORD).is_file():
+        if begins and (own := (Path(name) / RECORD).absolute()).is_file():
             return Store(own.parents[2]), load_record(own.parent)
         self.check_there()
         if begins:

@@ -421,7 +421,9 @@ def calibration_half(
     from quicksilver.fitting.fit import fit_text
 
     window_tokens, prompt_tokens = config.protocol.window_tokens, config.protocol.prompt_tokens
-    extra_dirs, _ = searched(overrides)
+    extra_dirs, words = searched(overrides)
+    if ignored := [word for word in words if word.lstrip("+").startswith(("dataset=", "dataset."))]:
+        raise ConfigError(f"{ignored[0]}: the text of fits and schedules is text=[…], all of its calibration part. Leave it out.")
     check_context(loaded.model, window_tokens)
     if continued and prompt_tokens > window_tokens - 2:
         must = f"two tokens at least must follow it in a window of protocol.window_tokens={window_tokens}"
@@ -444,4 +446,4 @@ def _part(config: RunConfig, name: str, part: Literal["test", "calibration"], ex
     dataset = compose([f"dataset={name}"], extra_dirs).dataset
     if dataset.reader == "tagged":
         dataset = dataclasses.replace(dataset, reader="lines", tagger=None)  # its words alone: no tagger is trained
-    return read_text(dataset, part, root=Path(config.data.root) if config.data.root else None)
+    return read_text(dataset, part, root=Path(config.data.root).expanduser() if config.data.root else None)

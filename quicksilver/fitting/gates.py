@@ -187,7 +187,7 @@ class TrainedGatesRun:
 
 @dataclass(frozen=True)
 class ChosenGates:
-    """The candidate with least KL on text that was not trained on, each at the budget.
+    """The candidate with least KL on other windows than it was trained on, each at the budget.
 
     Attributes:
         name: of the candidate. saved_pct, kl_nats: of it, mean over windows.

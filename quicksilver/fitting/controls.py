@@ -32,8 +32,8 @@ from quicksilver.runtime.view import LayerView
 class FittedPrediction(PresetHalting, Fitted):
     """`PresetHalting` with a map that is fitted by ridge regression on the calibration text of the run.
 
-    What a fitted map must beat is a map that knows less, at the same schedule and so at the same work; with `drop_oldest=False` the work is as near as whole layers allow. All are fitted here on the same
-    windows, so that nothing else differs between them.
+    What a fitted map must beat is a map that knows less, at the same schedule and so at the same work; with
+    `drop_oldest=False` the work is as near as whole layers allow. All are fitted here on the same windows, so that nothing else differs between them.
 
     Args:
         control: `none`: states and K/V of the same token. `shuffled`: K/V of another token of the text. `mean`: the mean K and V.

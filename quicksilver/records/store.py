@@ -337,9 +337,8 @@ class Blocks:
                 taken = len(mine)
                 for block in left:
                     there = shared and self._store.path(self._fingerprint).exists()
-                    if (
-                        there and self._store.get(self._fingerprint) is not None
-                    ):  # one that was only confirmed is none with records=own
+                    # With records=own, one that was only confirmed is none.
+                    if there and self._store.get(self._fingerprint) is not None:
                         raise SupersededError
                     if (held := lease.take(paths[block].with_suffix(".lock"))) is None:
                         continue

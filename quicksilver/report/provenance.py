@@ -39,7 +39,7 @@ def notes(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
         started = f"{processes[0].started[:16].replace('T', ' ')} to {processes[-1].started[11:16]} UTC"
         lines.append(
             f"Times: median over {len(processes)} processes ({started}), each of {processes[0].rounds} rounds in an order drawn anew, on "
-            f"{processes[-1].machine}. Energy is of the runs themselves."
+            f"{processes[-1].machine}. What a counter of energy read is of the runs themselves."
         )
     lines.append(f"Seed: {seeds}; intervals: 95%, bootstrap of the difference, paired by window{timed}.")
     lines += filter(None, [confirmation(records)])

@@ -38,7 +38,7 @@ _TRACE_BYTES = 6  # a token and layer of a record, at most
 _BYTES_PER_TOKEN = 4  # of English
 _SLOWEST = 1e10  # floating-point operations a second: less than any machine that is used for this
 _SAMPLES, _SAMPLE_S = 4, 0.25  # of the speed, with pauses: a shared processor gave 95 and 280 GFLOP/s within seconds
-_VARIANTS = 3  # that take turns while time is taken: dense, the run, dense again
+_VARIANTS = 2  # that take turns while time is taken: dense and the run; dense ends the last round too
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def windows_passed(config: RunConfig, windows: int, *, in_blocks: bool = False) 
             continue
         if isinstance(rounds, int):
             warmup: Any = getattr(measurement, "warmup", 0)
-            total += (rounds + (warmup if isinstance(warmup, int) else 0)) * _VARIANTS * batch
+            total += ((rounds + (warmup if isinstance(warmup, int) else 0)) * _VARIANTS + 1) * batch
         elif name == "null_control":
             total += windows
         elif (own := measurement.windows_passed(windows, config.protocol.window_tokens)) is not None:

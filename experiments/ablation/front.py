@@ -92,7 +92,7 @@ LEGEND = (
     "tuned: of all settings that the paper names, the one of least KL on calibration text that saves 15% (table fair_trial). The paper's "
     "thresholds act on scored tokens too. Prompt only: they act there alone, as the rows below do, and have a search of their own; its "
     "second row is the one that saves at least 25%. Truncate: "
-    "the oldest 40% of the prompt are cut before the first layer. Nothing is fitted for it, nor for dropping the oldest.",
+    "the oldest tokens are cut before the first layer, 40% of the work. Nothing is fitted for it, nor for dropping the oldest.",
 )
 
 
@@ -170,7 +170,8 @@ def _found(frame: pd.DataFrame) -> Iterator[str]:
 FITTED = "fitted"
 PROMPT_ONLY = f"tuned.{fair_trial.PROMPT_ONLY}.25"
 BOTH = dict.fromkeys(("dense", "isolated.halting", PROMPT_ONLY, "position", "truncated"), "") | {
-    PROMPT_ONLY: "Paper: halting, tuned to save at least 25%, prompt only"
+    PROMPT_ONLY: "Paper: halting, tuned to save at least 25%, prompt only",
+    "truncated": "Truncate the prompt, 40% of its tokens",
 }
 # That of reference-gpt2's schedules.yaml for 40%: searched on calibration text before the second model was trained.
 SCHEDULE = "{drop_before:3,drop_share:0.196429,predict_before:10,protect_first:4,protect_last:32}"
@@ -185,6 +186,8 @@ def seeds_rows() -> list[Row]:
         for row in _rows(name, f"model={model}"):
             if row.key in BOTH:
                 of_first = row.of_model.get(SEEDS[0], row.overrides)
+                if row.key == "truncated":  # weights of the second one are not kept: its records have the default of the module
+                    of_first = tuple(word for word in of_first if ".keep=" not in word)
                 found.append(replace(row, panel=panel, technique=BOTH[row.key] or row.technique, overrides=of_first, of_model={}))
         found.append(row_of(panel, "", FITTED, PLAIN["40"], "fitted_prediction", *always, overrides=ours))
     return [replace(row, defaults=("dataset=python-docs",)) for row in found]

@@ -19,7 +19,7 @@ from quicksilver.report.figure import MARKERS, PALETTE, Figure, legend_below, pa
 from quicksilver.report.table import ENDS, Column, Panel, Table, interval_columns, with_ends, without_folders
 
 from .. import drawing as draw
-from .techniques import FIRST, FUSION, SETTINGS, Members, chosen, of_each, options, panel_rows
+from .techniques import FIRST, FUSION, SETTINGS, Members, chosen, of_each, options, panel_rows, truncations
 
 # --- two models, two texts, and each part left out --------------------------------------------------------------------------------
 SCHEDULES: Members = {"40": "40% of the prompt's work", "50": "50%"}
@@ -27,9 +27,9 @@ SCHEDULES: Members = {"40": "40% of the prompt's work", "50": "50%"}
 DEEPER: Members = {**SCHEDULES, "60": "60%"}
 GATES: Members = {"learned": "learned gates, dropped, then predicted (Ye et al.)"}
 TRUNCATED: Members = {
-    "truncated": "oldest 40% of the prompt cut before the first layer",
-    "truncated_50": "oldest 50% cut",
-    "truncated_ends": "middle 40% cut",
+    "truncated": "oldest tokens cut before the first layer, 40% of the work",
+    "truncated_50": "oldest cut, 50% of the work",
+    "truncated_ends": "middle cut, 40% of the work",
 }
 OLDEST: Members = {"oldest": ("oldest dropped, 40%", "position"), **TRUNCATED}
 _BLOCKS = "attention in blocks"
@@ -235,7 +235,11 @@ def windows_of(length: int) -> tuple[str, ...]:
 
 def lengths_rows() -> list[Row]:
     """Dense and every row, a panel a length."""
-    return [row for length in LENGTHS for row in panel_rows(f"{length} tokens", {"": AT_ANY_LENGTH}, *windows_of(length))]
+    return [
+        row
+        for length in LENGTHS
+        for row in panel_rows(f"{length} tokens", {"": AT_ANY_LENGTH}, *windows_of(length), own=truncations(length))
+    ]
 
 
 @artefact(lengths_rows)
@@ -250,8 +254,7 @@ def table_lengths(outcomes: Sequence[Outcome], name: str) -> Table:
 
 
 # --- models that use their context ------------------------------------------------------------------------------------------------
-# Shares of a prompt that truncation keeps so that it saves 40% and 50% of the work: attention makes a token of a long prompt dearer.
-KEPT = {"far-gpt2": {448: (0.635, 0.538), 960: (0.66, 0.57)}, "far-llama": {448: (0.641, 0.542), 960: (0.67, 0.577)}}
+FAR_MODELS = (FIRST, "far-llama")
 USED = {
     "source.448": ("Source code, a prompt of 448 tokens", "python-source", 448),
     "source.960": ("Source code, a prompt of 960 tokens", "python-source", 960),
@@ -263,11 +266,9 @@ USED = {
 def context_used_rows() -> list[Row]:
     """Dense and every row, a panel a text and length."""
     found: list[Row] = []
-    for (model, kept), (panel, (_, text, length)) in product(KEPT.items(), USED.items()):
+    for model, (panel, (_, text, length)) in product(FAR_MODELS, USED.items()):
         always = (*windows_of(length), f"model={model}", f"dataset={text}")
-        cut = [("prompt_truncation", f"modules.prompt_truncation.keep={keep}") for keep in kept[length]]
-        own = dict(zip(("truncated", "truncated_50"), cut, strict=True))
-        found += panel_rows(f"{model}.{panel}", {"": AT_ANY_LENGTH}, *always, own=own)
+        found += panel_rows(f"{model}.{panel}", {"": AT_ANY_LENGTH}, *always, own=truncations(length))
     return found
 
 
@@ -279,7 +280,7 @@ def table_context_used(outcomes: Sequence[Outcome], name: str) -> Table:
     tokens of source code, documents and repeated passages. Maps and schedules were fitted and chosen on calibration text at prompts of 960.
     """
     title = "Models that use their context: what leaving 40% or 50% of a prompt's work out costs (protocol continuation)"
-    panels = {f"{model}.{panel}": f"{model}: {said}" for model, (panel, (said, _, _)) in product(KEPT, USED.items())}
+    panels = {f"{model}.{panel}": f"{model}: {said}" for model, (panel, (said, _, _)) in product(FAR_MODELS, USED.items())}
     return comparison.table(outcomes, name, title, panels, cautious=False)
 
 
@@ -304,10 +305,8 @@ def needle_rows() -> list[Row]:
     """Dense and every row, a panel a model."""
     found: list[Row] = []
     for model, tokens in PROMPT_TOKENS.items():
-        keep = KEPT.get(model, {}).get(tokens, (0.6,))[0]
-        own = {"truncated": ("prompt_truncation", f"modules.prompt_truncation.keep={keep}")}
         always = (*windows_of(tokens), "measure=needle", *NEEDLE_SIZE, f"model={model}", "dataset=python-docs")
-        found += panel_rows(model, {"": NEEDLE}, *always, own=own)
+        found += panel_rows(model, {"": NEEDLE}, *always, own=truncations(tokens))
     return found
 
 
@@ -420,7 +419,7 @@ WRITING = (
 WAYS = {
     GREEDY: "Greedy: the likeliest token each time",
     SAMPLED: "Sampled: temperature 1, the same random numbers for both models",
-    **{model: f"{model}, greedy, after prompts of 960 tokens" for model in KEPT},
+    **{model: f"{model}, greedy, after prompts of 960 tokens" for model in FAR_MODELS},
 }
 SETTINGS_HERE = {
     "quicksilver": ("quicksilver",),
@@ -469,9 +468,8 @@ def generation_rows() -> list[Row]:
     of_length = (*windows_of(960), "dataset.windows=32", "measure=generation", "measure.generation.sampled=false")
     size = ("measure.generation.prompts=32", "measure.generation.prompt_tokens=960")
     members = {name: ALIKE[name] for name in ("quicksilver", "attention", "truncated")}
-    for model, kept in KEPT.items():
-        truncated = ("prompt_truncation", f"modules.prompt_truncation.keep={kept[960][0]}")
-        settings = SETTINGS | SETTINGS_HERE | {"truncated": truncated}
+    settings = SETTINGS | SETTINGS_HERE | truncations(960)
+    for model in FAR_MODELS:
         found += chosen(model, members, *of_length, *size, f"model={model}", section=WORK, settings=settings)
     return found
 

@@ -31,7 +31,7 @@ BESIDE: dict[str, dict[str, str | tuple[str, str]]] = {
         "budget.drift": "least drift (paper)",
     },
     # Nothing is fitted, and no layer sees what is cut. Random tokens kept are the null of both.
-    "Truncation: 40% of the prompt cut before the first layer": {
+    "Truncation: 40% of the prompt's work cut before the first layer": {
         "truncated.last": "newest kept",
         "truncated.ends": ("both ends kept", "truncated_ends"),
     },

@@ -30,6 +30,17 @@ def options(module: str, **values: object) -> tuple[str, ...]:
     return tuple(f"modules.{module}.{name}={value}" for name, value in values.items())
 
 
+# Tokens of a prompt -> the shares of them that truncation keeps, so that it saves 40 and 50% of the work: late tokens attend to more.
+KEPT = {128: (0.61, 0.512), 256: (0.62, 0.524), 448: (0.635, 0.538), 960: (0.66, 0.57)}
+
+
+def truncations(prompt_tokens: int) -> dict[str, tuple[str, ...]]:
+    """Settings that keep the newest tokens of such a prompt, at 40 and at 50% of its work. Nothing is fitted, and no layer sees what is cut."""
+    cut = (("prompt_truncation", *options("prompt_truncation", keep=share)) for share in KEPT[prompt_tokens])
+    return dict(zip(("truncated", "truncated_50"), cut, strict=True))
+
+
+TRUNCATIONS = truncations(448)
 # Fusion at a fixed share of each prompt, so that its null (random neighbours) has the same budget.
 FUSION = options("token_fusion", rule="capacity", tau_fuse="null")
 # Alone, KV skipping cannot follow halting (2.2): it skips the half of the tokens that gets least attention (C.2).
@@ -41,10 +52,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "drift": ("halting_attention", "modules.halting.signal=drift"),
     "random": ("halting_attention", "modules.halting.signal=random"),
     "fusion": ("token_fusion_attention",),
-    # Nothing is fitted, and no layer sees what is cut.
-    "truncated": ("prompt_truncation",),
-    "truncated_50": ("prompt_truncation", "modules.prompt_truncation.keep=0.5"),
-    "truncated_ends": ("prompt_truncation", "modules.prompt_truncation.which=ends"),
+    **TRUNCATIONS,
+    "truncated_ends": (*TRUNCATIONS["truncated"], "modules.prompt_truncation.which=ends"),
     "learned": ("learned_halting",),
     # The model's own schedules (docs/predicted-kv.md).
     "40": ("quicksilver",),

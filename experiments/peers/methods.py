@@ -30,7 +30,7 @@ from quicksilver.report.sweeps import FRONT, front
 from quicksilver.report.table import ENDS, KL_CELL, NO_VALUE, Column, Lines, Panel, Table, number, speedup_cell, time_cell
 
 from .. import drawing as draw
-from ..ablation.techniques import of_each, options, row_of, steps
+from ..ablation.techniques import KEPT, of_each, options, row_of, steps
 
 PANEL = "peers"
 DENSE, WORK, CACHE, OURS = "Dense", "Save the prompt's work", "Save K/V", "Ours"
@@ -47,11 +47,12 @@ FOUND = yaml.safe_load(Path(__file__).with_name("searched.yaml").read_text(encod
 BUDGET = "save40_prompt_executed"
 SEARCHED: dict[str, object] = {}  # the dial stands in FOUND
 
+NEWEST, _ = KEPT[448]
 # module in conf/modules -> section, what is printed, the dial at this budget
 PEERS: dict[str, tuple[str, str, dict[str, object]]] = {
-    "prompt_truncation": (WORK, "Truncation, newest kept", {}),
-    "prompt_truncation.ends": (WORK, "Truncation, both ends kept", {"which": "ends"}),
-    "prompt_truncation.random": (WORK, "Truncation, random tokens kept", {"which": "random"}),
+    "prompt_truncation": (WORK, "Truncation, newest kept", {"keep": NEWEST}),
+    "prompt_truncation.ends": (WORK, "Truncation, both ends kept", {"which": "ends", "keep": NEWEST}),
+    "prompt_truncation.random": (WORK, "Truncation, random tokens kept", {"which": "random", "keep": NEWEST}),
     "static_exit": (WORK, "Static early exit", SEARCHED),
     "confidence_exit": (WORK, "Confidence exit, states (CALM)", SEARCHED),
     "confidence_exit.softmax": (WORK, "Confidence exit, softmax (CALM)", {"measure": "softmax"}),
@@ -196,8 +197,7 @@ LEGEND = (
     f"prompt speedup: wall clock of the prompt in percent of dense, median of rounds that alternate with it. {comparison.NOISE} "
     "÷ int8: time over that of dynamic int8, the measure of Figures 8 and 15. A decoded token: greedy, batch 1, prompt of 256.",
     "front: ● where no other row is as fast for no more loss. A speedup within the noise and a Δppl whose interval has 0 in it count as 0.",
-    "Budgets: a method that saves the prompt's work is set to about 40% of it, as ours are; prompt saved % says how near. Truncation keeps 60% "
-    "of the prompt, which saves more: 44%. ToMe weighs attention by size, which takes a mask. Static exit, CALM, ToMe, LazyLLM and DASH were "
+    "Budgets: a method that saves the prompt's work is set to about 40% of it, as ours are; prompt saved % says how near. ToMe weighs attention by size, which takes a mask. Static exit, CALM, ToMe, LazyLLM and DASH were "
     "searched for each model by `quicksilver budget`, on calibrating text: of python-source for far-gpt2 and far-llama, else of "
     "python-docs. Of the settings that save 40%, the one of least KL was taken (experiments/peers/searched.yaml has all). CALM's softmax "
     "measure saves nothing at any threshold: the output head costs three layers. It keeps its own threshold. A method that saves K/V "

@@ -34,7 +34,7 @@ TECHNIQUES: dict[str, tuple[str, tuple[str, ...], str, tuple[float, ...]]] = {
     "attention": ("Halting, least attended", SETTINGS["attention"], "halting.halted_share", SHARES),
     "drift": ("Halting, least drift (paper)", SETTINGS["drift"], "halting.halted_share", SHARES),
     "random": ("Halting, random", SETTINGS["random"], "halting.halted_share", SHARES),
-    "truncated": ("Truncation, newest kept", SETTINGS["truncated"], "prompt_truncation.keep", DEPTHS),
+    "truncated": ("Truncation, newest kept", ("prompt_truncation",), "prompt_truncation.keep", DEPTHS),
     "static": ("Static depth", ("static_depth",), "static_depth.depth", DEPTHS),
 }
 

@@ -279,6 +279,7 @@ class Components(InTurns, share=0.07):
                 subjects[name] = Subject(arch, functools.partial(side.forward, True), modules)
             if bench.modules:
                 policy = stack.enter_context(bench.apply(decided, own, "decide"))
+                policy.count_decisions(False)
                 besides["decide"] = functools.partial(Side(decided, bench.batch, bench.protocol, policy).forward, True)
             found, times = component_latency(subjects, self.warmup, self.repeats, bench.model.device, besides=besides)
         of: Literal["prompt", "window"] = "prompt" if bench.protocol.name == "continuation" else "window"

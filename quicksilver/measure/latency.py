@@ -393,7 +393,8 @@ class Devices(InTurns, of_ranks=True):
             steps = {name: [together, side.forward] for name, side in sides.items()}
             begun, ended = alternate_steps(steps, self.warmup, self.repeats, bench.model.device, control=False)
             peak = peak_memory(list(sides.values())[-1].forward, bench.model.device).bytes
-            tokens, run = bench.batch.numel(), list(sides)[-1]
+            last = len(bench.batch) * (bench.protocol.name == "continuation")  # of each window, which no pass is given
+            tokens, run = bench.batch.numel() - last, list(sides)[-1]
         ms = {name: [end - start for start, end in zip(begun[name].ms, ended[name].ms, strict=True)] for name in sides}
         every = parallel.gathered(({name: statistics.median(taken) for name, taken in ms.items()}, peak, ended.warnings))
         ours, dense = ([medians[name] for medians, _, _ in every] for name in (run, "dense"))

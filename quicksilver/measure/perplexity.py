@@ -220,11 +220,11 @@ def _ledger_by_window(
     head_tokens: int,
     total: Flops,
     beta: Mapping[int, float],
-    map_flops: Mapping[int, int],
+    work: PassWork,
 ) -> list[Flops]:
     """Ledgers of the last of a batch's `passes`, window by window; the passes before it filled the cache it started from. For
     each window it computed `head_tokens` rows of logits; `total` is of all windows together, `beta` what the paper's ledger
-    charges by bit-width, `map_flops` a token's in what stands in for an MLP, by layer.
+    charges by bit-width, `work` what the pass ran for all rows.
 
     What was executed is shared equally: rows of unequal length are padded to the longest, so every row costs the same; so is what
     could have been skipped. The nominal and the paper ledger are otherwise the row's own.
@@ -239,8 +239,8 @@ def _ledger_by_window(
         past: list[torch.Tensor | int] = [
             sum(int(p.kv_present(layer).sum()) - int(p.evicted(layer).sum()) for p in cached) for layer in range(arch.n_layers)
         ]
-        work = PassWork(layers=[], past_lengths=past, map_flops_per_token=map_flops)
-        own = pass_flops(arch, work, last.row(row), beta) + head_flops(arch, head_tokens)
+        of_row = replace(work, layers=[], past_real=None, past_lengths=past)
+        own = pass_flops(arch, of_row, last.row(row), beta) + head_flops(arch, head_tokens)
         ledgers.append(replace(own, executed=executed, signals=signals, nominal=own.nominal - skippable, skippable=skippable))
     return ledgers
 
@@ -325,7 +325,7 @@ def _scored(
             apart.append(divergence(next(theirs), logits))
         head_tokens = logits.shape[1] + (protocol.name == "all")
         passes, spent = run.trace.passes[first_pass:], run.flops - before
-        ledgers.append(_ledger_by_window(run.arch, passes, head_tokens, spent, run.beta, run.map_flops_per_token))
+        ledgers.append(_ledger_by_window(run.arch, passes, head_tokens, spent, run.beta, run.work))
         before = run.flops
         del logits
     next(theirs, None)  # the last call is kept when the iterator ends

@@ -6,7 +6,6 @@ equal length go together, so nothing is padding and no operation is spent on it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -134,14 +133,18 @@ def encode(examples: Sequence[Example], tokenizer: Any, context_tokens: int) -> 
     """Examples in tokens; a prompt that leaves no room for its choices is cut on the left. Raises ConfigError: a choice without a
     token, two choices of the same tokens, a choice as long as the context."""
 
-    @functools.cache
-    def ids(text: str) -> tuple[int, ...]:
-        return tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    def ids(texts: Sequence[str]) -> list[list[int]]:
+        return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
     found = []
-    prompts = tokenizer([one.prompt for one in examples], add_special_tokens=False, verbose=False)["input_ids"]
+    prompts = ids([one.prompt for one in examples])
+    # A choice's tokens are those it has behind its prompt. Alone, tokenizers such as Llama 2's begin it with a space more.
+    behind = iter(ids([one.prompt + choice for one in examples for choice in one.choices]))
+    alone = dict(zip(words := sorted({choice for one in examples for choice in one.choices}), ids(words), strict=True))
     for number, (one, prompt) in enumerate(zip(examples, prompts, strict=True)):
-        choices = tuple(map(ids, one.choices))
+        whole = [(next(behind), alone[choice]) for choice in one.choices]
+        # Where a token crosses the border, no part of the whole is the choice.
+        choices = tuple(tuple(both[len(prompt) :] if both[: len(prompt)] == prompt else own) for both, own in whole)
         if not all(choices) or len(set(choices)) < len(choices):
             raise ConfigError(f"row {one.row}: for this tokenizer the choices {', '.join(map(repr, one.choices))} do not differ.")
         longest = max(map(len, choices))

@@ -212,8 +212,10 @@ LEFT_OUT = dict.fromkeys([*_PICTURES.split(), "figure_word_signals"], _ONE_RUN) 
 
 
 def selected_by(overrides: Sequence[str]) -> Variant | None:
-    """The variant that these overrides select; None: none, or they change more."""
-    return next((one for one in VARIANTS if set(one.overrides) == set(overrides)), None)
+    """The variant that these overrides select, whether or not they name the default model or text too; None: none, or they change more."""
+    model, dataset = DEFAULT.split(" · ")
+    asked = {*overrides} - {f"model={model}", f"dataset={dataset}"}
+    return next((one for one in VARIANTS if {*one.overrides} == asked), None)
 
 
 def of_name(name: str, artefact: str) -> Variant | None:

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -246,11 +247,13 @@ def freeze(found: Fit, folder: Path | str, *, context: RunContext | None = None)
     `quicksilver run --config-dir FOLDER modules=[NAME]` uses them.
 
     Returns:
-        The yaml; its stem is the name.
+        The yaml; its stem is the name, with model and dataset where they are not the default ones.
     """
     from quicksilver.modules.calibration import Calibrated, Calibration
 
-    folder, name, store = Path(folder), f"{found.dial.name}_{found.budget.slug}", Store(found.config.results_dir)
+    folder, store, default = Path(folder), Store(found.config.results_dir), compose([])
+    of, usual = ([one.model.name, one.dataset.name] for one in (found.config, default))
+    name = re.sub(r"\W", "_", "_".join([found.dial.name, found.budget.slug, *(of if of != usual else [])]))
     modules, _ = calibrated_modules(found.config, context or RunContext(), store)
     entries = {key: dict(entry) for key, entry in sorted(found.config.modules.items())}
     path, chosen, config = folder / "modules" / f"{name}.yaml", found.chosen, found.config

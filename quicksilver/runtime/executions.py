@@ -61,7 +61,8 @@ def mlp_work(plan: LayerPlan) -> tuple[int, int]:
     """Of a row: tokens whose MLP is not computed, and the operations of what stands in for it."""
     if plan.mlp is None:
         return 0, 0
-    computed = plan.packing.width if plan.bits is not None else plan.mlp.exact.width
+    exact = plan.mlp.exact.width
+    computed = plan.packing.width if exact and plan.bits is not None else exact  # a quantised MLP is given all tokens, or none
     return plan.packing.width - computed, plan.packing.width * plan.mlp.map.flops_per_token
 
 

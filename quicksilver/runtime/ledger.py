@@ -74,8 +74,8 @@ class LayerWork:
     mapped: int = 0
     map_flops: int = 0
 
-    def flops(self, arch: Architecture) -> int:
-        pairs = _causal_pairs(self.tokens, arch.causal_block) if self.keys is None else self.tokens * self.keys
+    def flops(self, arch: Architecture, causal_block: int = 1) -> int:
+        pairs = _causal_pairs(self.tokens, causal_block) if self.keys is None else self.tokens * self.keys
         linear = 2 * arch.linear_params_per_layer * self.tokens + 2 * arch.projection_params_per_layer * self.projected
         if self.mapped or self.map_flops:
             linear += self.map_flops - 2 * arch.mlp_params_per_layer * self.mapped
@@ -88,11 +88,13 @@ class PassWork:
 
     Attributes:
         signal_flops: spent on deciding, by all ranks together; signal_flops_of_rank: by this process.
+        causal_block: queries of a causal product that visit as many keys as the last of them (Architecture.causal_block).
     """
 
     layers: list[LayerWork]
     signal_flops: int = 0
     signal_flops_of_rank: int = 0
+    causal_block: int = 1
     translation_flops_per_token: Mapping[int, int] = field(default_factory=dict)  # by source layer of the translators
     map_flops_per_token: Mapping[int, int] = field(default_factory=dict)  # of what stands in for an MLP, by layer
     past_real: torch.Tensor | int | None = None  # (B,) long, real tokens before the pass, or of all rows; None: every column seen
@@ -100,11 +102,11 @@ class PassWork:
 
     def executed(self, arch: Architecture) -> int:
         """By all ranks together."""
-        return sum(w.flops(arch) for w in self.layers) + self.signal_flops
+        return sum(w.flops(arch, self.causal_block) for w in self.layers) + self.signal_flops
 
     def executed_by_rank(self, arch: Architecture) -> int:
         """By this process."""
-        return sum(w.flops(arch.of_rank) for w in self.layers) + self.signal_flops_of_rank
+        return sum(w.flops(arch.of_rank, self.causal_block) for w in self.layers) + self.signal_flops_of_rank
 
 
 def head_flops(arch: Architecture, tokens: int) -> Flops:

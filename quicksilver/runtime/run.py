@@ -184,9 +184,9 @@ class Run:
         return BETA if precision is None else precision.beta
 
     @property
-    def map_flops_per_token(self) -> Mapping[int, int]:
-        """Of what stood in for MLPs in the last pass, by layer."""
-        return self._passes[-1][0].map_flops_per_token if self._passes else {}
+    def work(self) -> PassWork:
+        """What the last pass ran; empty before the first."""
+        return self._passes[-1][0] if self._passes else PassWork(layers=[])
 
     @property
     def kv_bytes(self) -> KVBytes:
@@ -349,6 +349,7 @@ class Run:
                 work.layers.append(LayerWork(current.batch, current.n, keys))
             current.past_lengths = [current.past_real] * self.arch.n_layers
         work.past_real, work.past_lengths = current.past_real, current.past_lengths
+        work.causal_block = self.arch.causal_block
         work.translation_flops_per_token = {t.source_layer: t.flops_per_token for t in current.decisions.translators.values()}
         work.map_flops_per_token = {layer: one.flops_per_token for layer, one in current.decisions.mlp_maps.items()}
         if (self._deciding.merging or self._deciding.evicting) and cache is not None:

@@ -320,6 +320,7 @@ class Deciding:
         """Whether an eviction policy asks what each entry of the layer receives."""
         return any(policy.sums_attention(layer) for policy in self.evicting)
 
+    @phase("decide")
     def add_attention(self, call: LayerCall, forward: Forward, result: LayerResult) -> None:
         """Add to each entry's `attention` what it received in this pass."""
         store = call.store

@@ -267,6 +267,7 @@ class EncoderArchitecture(Architecture):
             raise UnsupportedModelError(f"{given}: a torch_encoder has 'sdpa' alone; leave it out of the config.")
         # The fused projection of nn.MultiheadAttention is a bare parameter, which no nn.Linear holds.
         self.linear_params_per_layer += self._layer(0).self_attn.in_proj_weight.numel()
+        self.dense_linear_params_per_layer = self.linear_params_per_layer
 
     def mlp(self, layer: int) -> NoReturn:
         raise UnsupportedModelError("A torch encoder layer has no module for its feed-forward part, only linear1 and linear2.")

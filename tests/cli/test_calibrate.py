@@ -52,7 +52,8 @@ def test_maps_and_schedules_are_of_the_windows_that_are_asked_for(
     (tmp_path / "dataset" / "own.yaml").write_text(yaml.safe_dump(described))
     shared = ["--config-dir", str(tmp_path), "text=[python-docs,own]", "protocol.window_tokens=64", "protocol.prompt_tokens=48"]
     shared += [f"results_dir={tmp_path}"]
-    printed = prints("fit", *shared, "layers=[9]", "windows=32", "distill=1").out
+    printed = prints("fit", *shared, "layers=[9]", "windows=32", "distill=1", "threads=1").out
+    assert ", 1 thread" in (tmp_path / "translators" / "far-gpt2.cost.json").read_text()
     path = tmp_path / "translators" / "far-gpt2.layer9.safetensors"
     assert Translator.load(path).provenance["text"]["window_tokens"] == 64
     assert unsaid(printed, "\nown: 16 windows", "save=0.4 text=[python-docs,own] translators=") == []

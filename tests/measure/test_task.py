@@ -10,7 +10,8 @@ import pytest
 import torch
 from harness_world import make_model, make_world
 from tiny import refused
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
+from tokenizers import Tokenizer, models, normalizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2ForSequenceClassification, PreTrainedTokenizerFast
 
 from quicksilver.data.tasks import Example
 from quicksilver.measure.task import EXAMPLES, TaskResult, batches, encode
@@ -116,6 +117,21 @@ def test_batches_are_equally_long_and_hold_every_example_once(tmp_path):
     for choices, says in ((("x", "x"), "do not differ"), (("x" * 20, "y"), "its choices have 20 tokens and the context 16")):
         with refused(f"row 0: .*{says}"):
             encode([Example("a", choices, 0, 0)], tokenizer, 16)
+
+
+def test_a_choice_has_the_tokens_it_has_behind_its_prompt() -> None:
+    """A tokenizer as Llama 2's, which begins every text with a space: a choice alone would have two."""
+    made = Tokenizer(models.BPE(vocab={one: n for n, one in enumerate("▁abyesno")}, merges=[]))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    one = encode([Example("ab a", (" yes", " no"), 0, 0)], tokenizer, 32)[0]
+    assert [tokenizer.convert_ids_to_tokens(list(choice)) for choice in one.choices] == [["▁", *"yes"], ["▁", *"no"]]
+    # A token that crosses the border is none of the choice: here it has those that it has alone.
+    made = Tokenizer(models.BPE(vocab={one: n for n, one in enumerate(("a", "b", "ab"))}, merges=[("a", "b")]))
+    assert encode([Example("ba", ("b", "a"), 0, 0)], PreTrainedTokenizerFast(tokenizer_object=made), 32)[0].choices == (
+        (1,),
+        (0,),
+    )
 
 
 def test_a_text_without_labels_is_refused(words):

@@ -249,10 +249,7 @@ def test_executed_flops_are_what_is_interposed(name: str) -> None:
             assert run.flops.executed == pytest.approx(interposed, rel=0.01)
 
 
-MISSING = pytest.mark.xfail(reason="what a translator computes is missing in the nominal FLOPs by window", strict=True)
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MISSING) if name.startswith("preset") else name for name in MODULES])
+@pytest.mark.parametrize("name", [*MODULES])
 def test_ledgers_by_window_add_up_to_the_run_s(name: str) -> None:
     model, module = tiny.load("gpt2"), MODULES[name]()
     for protocol in [Protocol("continuation", 24, 16, 2)] + [Protocol("all", 24, 16, 2)] * module.causal:

@@ -125,7 +125,6 @@ def test_halted_runs_are_the_same_in_blocks_and_their_work_is_what_is_counted(fa
         tiny.assert_close(batch.real(found[0]), batch.real(plain.logits), atol=1e-4)
 
 
-@pytest.mark.xfail(reason="ledgers that are first read after the block have forgotten its size", strict=True)
 def test_ledgers_may_be_read_after_the_block() -> None:
     with torch.no_grad(), apply(tiny.load("llama"), [BlockAttention()]) as run:
         counted = count_executed(lambda: tiny.load("llama")(torch.arange(24)[None], use_cache=False))

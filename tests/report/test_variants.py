@@ -24,6 +24,9 @@ def test_a_variants_name_is_that_of_its_overrides_and_leads_back(variant: Varian
     assert reproduction.of_name(name, "table11") is variant
     assert reproduction.of_name(name, "table1") is None
     assert reproduction.selected_by(variant.overrides) is variant
+    # Said too, the default text is no other selection: nothing poorer is written over what the repository has.
+    if not any(word.startswith("dataset=") for word in variant.overrides):
+        assert reproduction.selected_by([*variant.overrides, "dataset=python-source"]) is variant
     more = [*overrides, "dataset.calibration_windows=3"]
     assert reproduction.selected_by(more) is None
     assert name_of("table11", compose(more), more) != name  # what else is changed is another table

@@ -22,6 +22,7 @@ from quicksilver.runs.context import RunContext
 from quicksilver.runs.parts import build_measurements, build_modules
 from quicksilver.runs.run import measured_scalars
 from quicksilver.runtime import ConfigError
+from quicksilver.runtime.run import Run
 
 torch.set_num_threads(1)
 COST = [
@@ -59,7 +60,10 @@ def measured(world: list[str], monkeypatch: pytest.MonkeyPatch, *overrides: str)
 
 
 def test_a_run_says_where_time_and_energy_go(world: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    counting = []  # is nobody while a clock runs, also where modules decide and all is computed
+    monkeypatch.setattr(Run, "count_decisions", lambda run, counts: counting.append((run.execution, counts)))
     scalars = measured(world, monkeypatch, "protocol=continuation", *HALTING)
+    assert ("decide", False) in counting
     components, energy, deployment = (scalars[section] for section in ("components", "energy", "deployment"))
     assert components["of"] == "prompt"
     for who in ("dense", "run"):

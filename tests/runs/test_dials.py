@@ -1,6 +1,7 @@
 """Budgets on a tiny model: the dial is set on one text and used on another, and what cannot be had is refused with its numbers."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -109,7 +110,8 @@ def frozen(found, folder: Path, words: list[str]):
 
 def test_what_is_written_is_the_module_that_was_found(saving, words, tmp_path):
     path, config = frozen(saving, tmp_path, words)
-    assert path == tmp_path / "modules" / "share_save20_prompt_nominal.yaml"
+    of = re.sub(r"\W", "_", f"{saving.config.model.name}_{saving.config.dataset.name}")  # another model's preset is another file
+    assert path == tmp_path / "modules" / f"share_save20_prompt_nominal_{of}.yaml"
     assert config.modules == saving.config.modules
     assert saving.chosen.record.fingerprint in path.read_text()
     assert list(tmp_path.glob("*.json")) == []  # nothing was calibrated
@@ -130,7 +132,7 @@ def test_percentiles_keep_the_numbers_they_were_found_with(percentile, words, tm
     assert kept.thresholds("drift-relative", 50) != [0.0] * kept.n_layers
     config = compose([*words, *frozen_overrides(percentile, path)])
     ensure([config], context=RunContext())  # which leaves the file's name in the config
-    assert config.modules["halting"]["calibration"] == str(tmp_path / "drift_save10_nominal.calibration.json")
+    assert config.modules["halting"]["calibration"] == str(tmp_path / f"{path.stem}.calibration.json")
     assert plan([config]).done
 
 
@@ -199,4 +201,4 @@ def test_the_command_sets_freezes_and_reports(world, tmp_path, prints, monkeypat
     assert {line[1] for line in lines} == {lines[0][1]}  # one position of the dial for all
     assert lines[0][4] == "yes"
     assert (results / "tables" / "budget-share-tiny-file.csv").is_file()
-    assert (results / "budget" / "modules" / "share_save20_prompt_nominal.yaml").is_file()
+    assert (results / "budget" / "modules" / "share_save20_prompt_nominal_tiny_file.yaml").is_file()

@@ -13,6 +13,7 @@ from tiny import EVEN, RAGGED, Batch, Does, MapsMLPs
 
 from quicksilver.baselines.number_formats import BFloat16, Int8Dynamic
 from quicksilver.baselines.pruning import ChannelPruning
+from quicksilver.measure import count_executed
 from quicksilver.modules import AdaptiveQuantization, Replay, Schedule, shuffled
 from quicksilver.modules.linear_mlp import LinearMap, Neurons
 from quicksilver.runtime import Architecture, LayerView, TokenState, Transform, apply, architecture_of
@@ -256,6 +257,14 @@ def test_with_tokens_at_fewer_bits_compact_is_masked() -> None:
     modules = [RandomMLP(protect_first=1, protect_last=2), AdaptiveQuantization(bits=8, depth=0.2)]
     compact, masked = (tiny.forward(model, RAGGED, modules, execution=execution) for execution in ("compact", "masked"))
     tiny.assert_close(RAGGED.real(compact.logits), RAGGED.real(masked.logits), atol=1e-8)
+
+
+@pytest.mark.parametrize("protect", [0, 2])
+def test_with_tokens_at_fewer_bits_the_mlps_that_ran_are_counted(protect: int) -> None:
+    modules = [RandomMLP(protect_first=protect, protect_last=protect), AdaptiveQuantization(bits=8, depth=0.2)]
+    with torch.no_grad(), apply(tiny.load("gpt2"), modules) as run:
+        counted = count_executed(lambda: run.arch.model(EVEN.ids, use_cache=True))
+    assert run.flops.executed == pytest.approx(counted, rel=0.01)
 
 
 def test_under_a_module_of_another_format_a_map_has_that_format() -> None:

@@ -40,8 +40,9 @@ def test_every_token_sees_every_other():
 @torch.no_grad()
 def test_no_module_changes_nothing():
     plain = MODEL(states(2, 9))
-    with apply(MODEL, []):
+    with apply(MODEL, []) as run:
         assert torch.equal(MODEL(states(2, 9)), plain)
+    assert run.flops.nominal == run.flops.dense_nominal  # its fused projection is in both
     with apply(MODEL, [tiny.Never(attention=True)]):
         assert torch.equal(MODEL(states(2, 9)), plain)
 

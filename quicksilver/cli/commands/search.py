@@ -149,7 +149,7 @@ class Calibrate(Command):
         from quicksilver.data.windows import check_context
         from quicksilver.modules.calibration import SIGNALS, calibrated, calibration_path
         from quicksilver.modules.signals import AttentionReceived
-        from quicksilver.runs.context import RunContext
+        from quicksilver.runs.context import RunContext, torch_threads
 
         config, context = self._of_file(compose(self.overrides)), RunContext()
         if config.modules:
@@ -161,10 +161,11 @@ class Calibrate(Command):
         signals = [*SIGNALS, *([AttentionReceived(self.last_queries, "max")] if self.kv else [])]
         path = calibration_path(folder, loaded.model, windows, signals)
         how = "found" if path.exists() else "measured"
-        calibration = calibrated(
-            folder, loaded.model, windows, signals=signals, batch_size=config.protocol.batch_size,
-            source={"model": loaded.files.source, "text": text.source}, progress=bar("calibrating"),
-        )  # fmt: skip
+        with torch_threads(config.threads):
+            calibration = calibrated(
+                folder, loaded.model, windows, signals=signals, batch_size=config.protocol.batch_size,
+                source={"model": loaded.files.source, "text": text.source}, progress=bar("calibrating"),
+            )  # fmt: skip
         print(f"{how}: {len(windows)} windows of {config.protocol.window_tokens} tokens, {text.source}")
         print("layer  p25 relative drift  p25 entropy (nats)")
         rows = zip(calibration.thresholds("drift-relative", 25), calibration.thresholds("entropy-logit_lens", 25), strict=True)
@@ -213,12 +214,15 @@ class Fit(Command):
     output: str | None = key("FOLDER", "default: results_dir/translators")
 
     def main(self) -> int:
+        from quicksilver.runs.context import torch_threads
+
         config = compose(self.overrides)
         if self.neurons and not self.mlp:
             raise ConfigError(f"neurons={self.neurons} stay in linear MLPs: give their layers, mlp=[1,2,3].")
         if self.distill and self.mlp and len(self.layers) != 1:
             raise ConfigError(f"layers={self.layers}: linear MLPs are trained together with one translator. Give one layer.")
-        written, maps = self.fit(config)
+        with torch_threads(config.threads):
+            written, maps = self.fit(config)
         for path in [*written, *([maps] if maps else [])]:
             print(f"{'mlp_maps' if path == maps else 'translator'}={path} ({path.stat().st_size / 1e6:.2f} MB)")
         if not (self.lens or self.control):
@@ -314,6 +318,15 @@ class Schedule(Command):
         if not self.save or not self.translators:
             asked = "quicksilver schedule save=[0.4,0.5] translators=[FILE] (of `quicksilver fit`)"
             raise ConfigError(f"Give budgets and translators: {asked}.")
+        from quicksilver.runs.context import torch_threads
+
+        config = compose(self.overrides)
+        with torch_threads(config.threads):
+            self.search(config)
+        return 0
+
+    def search(self, config: RunConfig) -> None:
+        """Write the file of schedules, and print what was compared and how to use it."""
         import yaml
 
         from quicksilver.fitting.schedules import KLToDense, by_kl, search
@@ -323,7 +336,6 @@ class Schedule(Command):
         from quicksilver.runs.context import RunContext
         from quicksilver.runtime.architecture import architecture_of
 
-        config = compose(self.overrides)
         path = Path(self.output) if self.output else schedules_file(config)
         _output(self.output and str(path.parent), path.parent)
         loaded = RunContext().model(config)
@@ -362,7 +374,6 @@ class Schedule(Command):
         print("Measure it, beside its null:")
         for share in self.save:
             print(f"  quicksilver run {given} protocol=continuation modules=[predicted_kv] modules.predicted_kv.save={share:g}")
-        return 0
 
 
 def _output(given: str | None, otherwise: Path) -> Path:

@@ -197,9 +197,9 @@ LEGEND = (
     f"prompt speedup: wall clock of the prompt in percent of dense, median of rounds that alternate with it. {comparison.NOISE} "
     "÷ int8: time over that of dynamic int8, the measure of Figures 8 and 15. A decoded token: greedy, batch 1, prompt of 256.",
     "front: ● where no other row is as fast for no more loss. A speedup within the noise and a Δppl whose interval has 0 in it count as 0.",
-    "Budgets: a method that saves the prompt's work is set to about 40% of it, as ours are; prompt saved % says how near. ToMe weighs attention by size, which takes a mask. Static exit, CALM, ToMe, LazyLLM and DASH were "
-    "searched for each model by `quicksilver budget`, on calibrating text: of python-source for far-gpt2 and far-llama, else of "
-    "python-docs. Of the settings that save 40%, the one of least KL was taken (experiments/peers/searched.yaml has all). CALM's softmax "
+    "Budgets: a method that saves the prompt's work is set to about 40% of it, as ours are; prompt saved % says how near. "
+    "ToMe weighs attention by size, which takes a mask. Static exit, CALM, ToMe, LazyLLM and DASH were searched for each model by "
+    "`quicksilver budget`, on calibrating text: of python-source for far-gpt2 and far-llama, else of python-docs. Of the settings that save 40%, the one of least KL was taken (experiments/peers/searched.yaml has all). CALM's softmax "
     "measure saves nothing at any threshold: the output head costs three layers. It keeps its own threshold. A method that saves K/V "
     "keeps 346 entries a layer, as ours.",
 )

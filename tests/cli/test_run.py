@@ -63,7 +63,7 @@ def test_one_run_prints_what_its_record_says(words, prints, monkeypatch):
 
 def test_show_prints_what_each_process_timed_again_with_its_file_and_every_option(prints):
     results = ROOT / "results"
-    rows = read(results / "claims.json").entries  # its CSV is not kept
+    rows = read(results / "claims.json").entries
     row = next(one for one in rows if one["kind"] == "tuned" and "processes" in one["timed"])
     shown = prints("show", row["record"], f"results_dir={results}").out
     files = re.findall(r"^ {15}on .*: (\S+\.json)$", shown, re.M)

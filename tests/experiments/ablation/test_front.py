@@ -158,3 +158,12 @@ def test_what_is_printed_is_what_was_measured_and_agreement_is_compared_with_the
     assert unsaid(text, *parts) == []
     failed = prompts.table_generation([Outcome(rows[0], reason="failed")], "table")
     assert "failed" in failed.text(120)
+
+
+@pytest.mark.parametrize("name", ["table_front", "table_lengths", "table_context_used", "table_quicksilver"])
+def test_truncation_saves_what_it_is_compared_at(name: str) -> None:
+    rows = [row for row in read(ROOT / "results" / "tables" / f"{name}.json").entries if str(row["key"]).startswith("truncated")]
+    saved = {(row["panel"], row["key"]): row["prompt_executed_flops_saved_pct"] for row in rows}
+    asked = {one: 50 if one[1] == "truncated_50" else 40 for one in saved}
+    assert saved
+    assert {one: pct for one, pct in saved.items() if pct is not None and not -0.5 <= pct - asked[one] <= 1.2} == {}

@@ -79,6 +79,7 @@ HALF_DEPTH = StaticDepth(depth=0.5, missing_kv="drop")
 PAPER_LAYERS, PAPER_ALPHA = 36, 0.07  # gpt2-large; App. J: alpha from 0.05 to 0.1
 ALPHAS = (0.05, 0.1)  # per layer, App. J
 PHASES = ("prefill", "decode")
+FASTEST = "fastest"  # the plain number format and attention that precision=fastest finds
 STEPS = 4  # tokens decoded in one sample of break_even and of quantization
 COPIES = 8  # of a linear layer that one row goes round, more than a cache holds: a decoder reads weights once
 Options = argparse.Namespace
@@ -92,20 +93,43 @@ class Bench:
     """Models of random weights and their input, in one number format."""
 
     def __init__(self, o: Options, dtype: str) -> None:
-        self.options, self.dtype = o, getattr(torch, dtype)
+        self.options, self.format, self.dtype = o, dtype, getattr(torch, dtype, torch.float32)
         self.ids = random_ids(o.batch, o.sequence, vocabulary=o.vocabulary, device=o.device)
 
     def model(self, layers: int, shape: Shape | None = None) -> PreTrainedModel:
         o = self.options
+        if self.format == FASTEST:
+            raise ConfigError(
+                f"--dtypes {FASTEST} is measured on shipped models alone: --only predicted --shapes {shipped_with_schedules()[0]}."
+            )
         shape = shape or Shape("given", "gpt2", o.width, o.heads, 4 * o.width, layers)
         return model_of(shape, layers, o.sequence + o.new_tokens, vocabulary=o.vocabulary, dtype=self.dtype, device=o.device)
 
+    def shipped(self, name: str) -> tuple[PreTrainedModel, list[RuntimeModule], str]:
+        """A shipped model in this number format, the modules that compute in it, and what it is called."""
+
+        def loaded(dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
+            model: Any = AutoModelForCausalLM.from_pretrained(MODELS_FOLDER / name, dtype=dtype, attn_implementation=attention)
+            return model.to(self.options.device).eval()
+
+        if self.format != FASTEST:
+            return loaded(self.dtype), [], name
+        from quicksilver.runs.context import fastest_format, format_times_ms
+        from quicksilver.runs.parts import build_modules, module_entry
+
+        chosen = fastest_format(format_times_ms(loaded(torch.float32), self.options.sequence))
+        number_format, attention = chosen.split()
+        integer = number_format == "int8"
+        made = build_modules(dict([module_entry("int8_dynamic")])) if integer else []
+        return loaded(torch.float32 if integer else getattr(torch, number_format), attention), made, f"{name} in {chosen}"
+
     def against_plain(
-        self, model: PreTrainedModel, ways: Mapping[str, Way], *asked: Asked, passes: Passes | None = None, **details: Any
+        self, model: PreTrainedModel, ways: Mapping[str, Way], *asked: Asked, passes: Passes | None = None,
+        plain: Sequence[RuntimeModule] | None = None, **details: Any,
     ) -> list[Row]:  # fmt: skip
-        """What was asked of these ways, in turns with the plain model; passes: the prompt's, unless given."""
+        """What was asked of these ways, in turns with the plain model; passes: the prompt's, unless given; plain: modules of its number format."""
         passes = passes or prompt(self.ids, use_cache=False)
-        times, executed = in_turns({"plain": Way(model, None), **ways}, passes, self.options)
+        times, executed = in_turns({"plain": Way(model, plain or None), **ways}, passes, self.options)
         return findings({}, times, executed, asked, **details)
 
 
@@ -172,6 +196,7 @@ def predicted(bench: Bench) -> list[Row]:
     o, found = bench.options, list[Row]()
     after = shared.decoding(bench.ids, o.new_tokens, anew=False)
     for name in o.shapes:
+        plain: list[RuntimeModule] = []
         if name in shared.SHAPES:
             shape = shared.SHAPES[name]
             layers = min(shape.layers, LAYERS_OF_WIDE if shape.width > o.width else 2 * o.layers)
@@ -179,16 +204,16 @@ def predicted(bench: Bench) -> list[Row]:
             schedule, modules = in_two_stages(model, o.sequence)
             made = {f"{name} × {layers} layers, {schedule}": modules}
         else:  # a shipped model under its own schedules
-            model = AutoModelForCausalLM.from_pretrained(MODELS_FOLDER / name, dtype=bench.dtype).to(o.device).eval()
+            model, plain, called = bench.shipped(name)
             layers, schedules = model.config.num_hidden_layers, schedules_of(architecture_of(model))
-            made = {f"{name}, its {100 * share:g}%, {schedule}": schedule.modules() for share, schedule in schedules.items()}
+            made = {f"{called}, its {100 * share:g}%, {schedule}": schedule.modules() for share, schedule in schedules.items()}
         for what, modules in made.items():
-            ways = {"predicted": Way(model, modules)}
+            ways = {"predicted": Way(model, [*modules, *plain])}
             realized = f"realization ratio, {what} ({{saved}} of FLOPs saved)"
             of_prompt = Asked("predicted", realized, shared.REALIZED, ("at least", 0.9))
             of_token = Asked("predicted", f"decoding after it, slower, %: {what}", shared.SLOWER_PCT, ("at most", 1.5))
             for asked, passes in ((of_prompt, None), (of_token, after)):
-                found += bench.against_plain(model, ways, asked, passes=passes, layers=layers)
+                found += bench.against_plain(model, ways, asked, passes=passes, plain=plain, layers=layers)
     return found
 
 
@@ -623,7 +648,7 @@ def lm_eval(o: Options) -> Iterator[Row]:
 STANDARD = ("runtime", "presets", "lengths")
 PARTS = {
     "runtime": "runtime --only none decay fusion decide generate repeat --dtypes float32 --batch 4 --sequence 256 --decay-layers 8 --new-tokens 17 --repeats 3",
-    "presets": f"runtime --only predicted --batch 4 --sequence 448 --repeats 5 --new-tokens 9 --shapes {' '.join(shipped_with_schedules())}",
+    "presets": f"runtime --only predicted --dtypes float32 {FASTEST} --batch 4 --sequence 448 --repeats 5 --new-tokens 9 --shapes {' '.join(shipped_with_schedules())}",
     "lengths": "lengths --repeats 3 --sequence 128 512 2048",
     "prediction": "runtime --only predicted --dtypes float32 --shapes gpt2-large --repeats 3 --new-tokens 17",
     "quantization": "quantization --batch 4 --sequence 256 --layers 2 --decode-layers 12 --kernel-rows 1024 --repeats 3",
@@ -748,7 +773,9 @@ BENCHMARKS: dict[str, tuple[Callable[[Options], Any], Path, dict[str, Any]]] = {
     }),
     "runtime": (runtime, shared.RESULTS / "benchmark.json", {
         "only": Option(tuple(SECTIONS), "sections to run", SECTIONS),
-        "dtypes": Option(("float32", "bfloat16"), choices=("float32", "bfloat16", "float16")),
+        "dtypes": Option(
+            ("float32", "bfloat16"), f"{FASTEST}: of predicted, as precision=fastest chooses", ("float32", "bfloat16", "float16", FASTEST)
+        ),
         "batch": 8, "sequence": Option(512, "tokens of a row"), "layers": Option(4, "of none, decide and generate"),
         "decay_layers": Option(PAPER_LAYERS, "of decay and fusion; fewer scale alpha to the same curve"), "width": 1280, "heads": 20,
         "shapes": Option(("gpt2-large", "llama2-7b"), "of predicted: shapes, or shipped models under their own schedules", LAYERED),

@@ -407,6 +407,17 @@ def _kind(error: Exception) -> str:
     return re.sub(r"(?<==)[^\s,]+|\S*/\S*|[\d.]+", "", f"{type(error.__cause__ or error).__name__} {error}")
 
 
+def _as_planned(run: SweepRun, planned: Plan) -> Plan:
+    """The plan that a worker made of a run. Raises QuickSilverError: its record would be another one than the sweep waits for."""
+    here = planned.wanted[0]
+    if run.fingerprint in (None, here.fingerprint):
+        return planned
+    why = "This machine has other text, weights, maps or code, or measured other kernels or number formats as its fastest"
+    raise QuickSilverError(
+        f"The sweep waits for record {run.fingerprint}, and {lease.host_name()} would make {here.fingerprint}. {why}."
+    )
+
+
 def work_through(
     board: Board, plan_of: PlanOf, runs: Generator[tuple[SweepRun, int], None, None], total: int, *, shown: bool = True
 ) -> None:
@@ -434,7 +445,7 @@ def work_through(
                 show = _shown(board, bar, total - left, total)
                 try:
                     names, group = {run.fingerprint or "": label}, f"sweep {sweep.manifest.name}"
-                    (record,) = make(plan_of(run), progress=show, labels=names, group=group)
+                    (record,) = make(_as_planned(run, plan_of(run)), progress=show, labels=names, group=group)
                 except Exception as error:
                     sweep.failed(run, error)
                     if not isinstance(error, QuickSilverError):

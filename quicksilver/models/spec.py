@@ -11,7 +11,7 @@ from omegaconf import MISSING
 # ruff: noqa: UP045  OmegaConf 2.3 reads `Optional[str]`, not `str | None`
 
 DTYPES = ("float32", "bfloat16", "float16")
-ATTENTION = ("sdpa", "eager")
+ATTENTION = ("sdpa", "eager", "blocks")
 PARALLEL = ("tensor", *(f"tensor:{2**power}" for power in range(7)))
 DEVICES = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?|xpu(:\d{1,3})?")
 
@@ -27,7 +27,7 @@ class ModelConfig:
         revision: branch, tag or commit of a hub id; null: the hub's default branch.
         dtype: float32 | bfloat16 | float16, of the weights and of the arithmetic.
         device_map: `cpu`, `cuda:0` …, or `auto`: a GPU if there is one, several if the model needs them.
-        attn_implementation: what transformers calls its attention: `sdpa` or `eager`.
+        attn_implementation: `sdpa` or `eager` of transformers, or `blocks`, for narrow heads on a CPU (runtime/block_attention.py).
         parallel: `tensor`: the model is cut among the processes that torchrun started; `tensor:2`: among two each, and the pairs share the
             windows; null: every process has all of it.
         adapter: `my_family.MyArchitecture`, the class of a file of one's own that knows a family the package does not

@@ -108,9 +108,15 @@ class Store:
             return self.kept / fingerprint
         return self.path(fingerprint)
 
+    def has(self, fingerprint: str) -> bool:
+        """Whether that record is there and counts; whether it is whole, `get` finds out."""
+        folder = self.folder(fingerprint)
+        return (folder.parent == self.kept or folder.exists()) and (not self._own or self._is_own(fingerprint))
+
     def folders(self) -> dict[str, Path]:
-        """Where all records are, by fingerprint; committed ones first."""
+        """Where all records are that count, by fingerprint; committed ones first."""
         there = [one.name for one in os.scandir(self.runs) if not one.name.startswith(".")] if self.runs.is_dir() else []
+        there = [one for one in there if not self._own or self._is_own(one)]
         kept = {} if self.kept is None else {name: self.kept / name for name in archive.names(self.kept)}
         return {name: self.runs / name for name in there} | kept
 

@@ -29,7 +29,7 @@ from quicksilver.data.tasks import TaskExamples, read_task
 from quicksilver.data.text import Text, read_text
 from quicksilver.measure.measurement import Mistyped, decoded, encoded
 from quicksilver.models.loading import EMBEDDED, Loaded, ModelFiles, load, locate, weights_digest
-from quicksilver.models.spec import ModelConfig
+from quicksilver.models.spec import ATTENTION, ModelConfig
 from quicksilver.records.identity import EnvironmentEntry, Identity, foreign_sources
 from quicksilver.records.store import Store, read_object
 from quicksilver.runs.config import RunConfig
@@ -38,6 +38,8 @@ from quicksilver.runtime.errors import ConfigError, QuickSilverError
 from quicksilver.runtime.reading import parse_json, read_bytes
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from quicksilver.data.windows import Windows
     from quicksilver.measure.perplexity import DensePasses
     from quicksilver.runtime.architecture import Architecture
@@ -328,7 +330,10 @@ def _by_digest(folders: Iterable[Path]) -> dict[str, Path]:
 # equals that of a run which asks for the same by name.
 FORMATS = {"float32": None, "bfloat16": "bfloat16", "int8": "int8_dynamic"}  # and the module that computes in it
 PLAIN = "float32 sdpa"
-GAIN = 1.05  # another format must be so much faster than float32: it rounds more
+CANDIDATES = [
+    f"{number_format} {attention}" for number_format in FORMATS for attention in ATTENTION
+]  # what rounds least comes first
+GAIN = 1.05  # a later one must be so much faster
 BATCH, ROUNDS = 2, 3  # prompts of a pass; passes of each candidate
 _FORMATS = "cache/precision.json"
 _said: set[str] = set()
@@ -345,13 +350,14 @@ def in_fastest_precision(config: RunConfig) -> RunConfig:
     files, digest = runs.files(config)
     _check_precision(config, read_object(files.folder / "config.json"))
     plain = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="float32", attn_implementation="sdpa"))
-    key = f"{digest} {config.model.device_map} {BATCH}x{prompt}"
+    key = f"{digest} {config.model.device_map} {BATCH}x{prompt} {','.join(ATTENTION)}"
     with torch_threads(config.threads):
         store = Store(config.results_dir)
-        times_ms = store.on_this_machine(_FORMATS, machine(), key, _are_times, lambda: format_times_ms(runs.model(plain), prompt))
-    fastest, *_ = ranked = sorted(times_ms, key=lambda name: times_ms[name])
-    chosen = fastest if times_ms[fastest] * GAIN < times_ms[PLAIN] else PLAIN
-    said = ", ".join(f"{name} {times_ms[name]:.1f} ms" for name in ranked)
+        times_ms = store.on_this_machine(
+            _FORMATS, machine(), key, _are_times, lambda: format_times_ms(runs.model(plain).model, prompt)
+        )
+    chosen = fastest_format(times_ms)
+    said = ", ".join(f"{name} {times_ms[name]:.1f} ms" for name in sorted(times_ms, key=lambda name: times_ms[name]))
     if (line := f"precision=fastest: {chosen} for {config.model.name}. {BATCH} prompts take: {said}.") not in _said:
         _said.add(line)
         print(line, file=sys.stderr, flush=True)
@@ -360,6 +366,14 @@ def in_fastest_precision(config: RunConfig) -> RunConfig:
     model = dataclasses.replace(config.model, dtype="float32" if integer else number_format, attn_implementation=attention)
     modules = dict([module_entry("int8_dynamic")]) if integer else {}
     return dataclasses.replace(config, model=model, modules={**modules, **config.modules}, precision=None)
+
+
+def fastest_format(times_ms: Mapping[str, float]) -> str:
+    """The candidate that `GAIN` leaves, of those that were timed; `PLAIN` is among them."""
+    chosen = PLAIN
+    for name in sorted(times_ms, key=CANDIDATES.index):
+        chosen = name if times_ms[name] * GAIN < times_ms[chosen] else chosen
+    return chosen
 
 
 def _check_precision(config: RunConfig, of_checkpoint: Mapping[str, object]) -> None:
@@ -376,24 +390,21 @@ def _check_precision(config: RunConfig, of_checkpoint: Mapping[str, object]) -> 
 
 def _are_times(found: object) -> bool:
     """Whether the file, which anybody may have edited, holds times of candidates."""
-    names = {f"{number_format} {attention}" for number_format in FORMATS for attention in ("sdpa", "eager")}
-    if not isinstance(found, dict) or PLAIN not in found or not names.issuperset(found):
+    if not isinstance(found, dict) or PLAIN not in found or not set(CANDIDATES).issuperset(found):
         return False
     return all(isinstance(ms, float) and math.isfinite(ms) and ms > 0 for ms in found.values())
 
 
-def format_times_ms(loaded: Loaded, prompt_tokens: int) -> dict[str, float]:
+def format_times_ms(model: PreTrainedModel, prompt_tokens: int) -> dict[str, float]:
     """Median milliseconds of a pass over `BATCH` prompts by candidate, `float32 sdpa` …; what does not run here is left out.
     Raises ConfigError: not even float32 with sdpa runs."""
     import torch
 
     from quicksilver.measure.latency import alternate, shared_weight_copy
-    from quicksilver.models.spec import ATTENTION
     from quicksilver.runs.parts import module_entry
     from quicksilver.runtime import apply
     from quicksilver.runtime.block_attention import attention_function
 
-    model = loaded.model
     most = getattr(model.config, "max_position_embeddings", None) or prompt_tokens
     size = (BATCH, min(prompt_tokens, most))
     ids = torch.randint(model.config.vocab_size, size, generator=torch.Generator().manual_seed(0)).to(model.device)

@@ -305,7 +305,7 @@ class Sweep:
 
     def is_open(self, run: SweepRun) -> bool:
         """Whether the run is still to be made: it has no record and has not failed."""
-        done = run.fingerprint is not None and self.store.folder(run.fingerprint).exists()
+        done = run.fingerprint is not None and self.store.has(run.fingerprint)
         return not done and not (self.folder / run.failure).exists()
 
     def states(self) -> list[RunState]:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from quicksilver.runtime.block_attention import BLOCK, BLOCKS
 from quicksilver.runtime.errors import UnsupportedModelError
 from quicksilver.runtime.placement import local, ranks_of, weights_present
 from quicksilver.runtime.visibility import Span
@@ -82,7 +83,9 @@ class Architecture(ABC):
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.config = model.config
-        self.attention_implementation: str = model.config._attn_implementation
+        # Attention in blocks takes the masks of sdpa, and leaves one query to it.
+        in_blocks = model.config._attn_implementation == BLOCKS
+        self.attention_implementation: str = "sdpa" if in_blocks else model.config._attn_implementation
         self.base: Any = model.base_model  # torch types what a module has as Tensor | Module
         self.layers: list[nn.Module] = list(attrgetter(self.parts.layers)(self.base))
         self.n_layers = len(self.layers)
@@ -100,7 +103,7 @@ class Architecture(ABC):
         self.vocab_size: int = self.output_head.weight.shape[0]
         self.spans: list[Span | None] = [None] * self.n_layers  # what modules leave in sight, set for the length of a run
         self.rotated_by = ""  # the module that turns the basis of the states, for the length of a run
-        self.causal_block = 1  # queries of a causal product that visit as many keys as the last of them
+        self.causal_block = BLOCK if in_blocks else 1  # queries of a causal product that visit as many keys as the last of them
         self.layer_signature = inspect.signature(type(self.layers[0]).forward)
         # Every family here has identical layers; weights of matrix products only (norms and biases are not products).
         linear = [m.weight for m in linears_of([self.layers[0]])]

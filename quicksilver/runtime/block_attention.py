@@ -1,13 +1,15 @@
 """Attention as products of blocks of queries, for narrow heads on a CPU.
 
 torch's fused kernel visits a tile of scores at a time and makes two small products for each. With heads of 32 numbers those products are so
-thin that the kernel takes longer than writing the scores of a block of queries down, in one batched product for all heads."""
+thin that the kernel takes longer than writing the scores of a block of queries down, in one batched product for all heads.
+
+transformers knows it as `attn_implementation="blocks"`: a model that is loaded so attends so, with and without modules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,8 +17,13 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quicksilver.runtime.architecture import Architecture
+
+BLOCKS = "blocks"  # its name in transformers
+BLOCK = 64  # queries of a block, unless the attention module says otherwise
 
 
 def register(name: str, function: Callable[..., Any]) -> None:
@@ -42,7 +49,6 @@ def attention_function(model: PreTrainedModel, name: str) -> Iterator[None]:
         config._attn_implementation_internal = before
 
 
-_NAME = "quicksilver_blocks"
 _BLOCK = "_quicksilver_block"  # on an attention module: queries of a block
 _NOT_HERE = ("softcap", "position_bias", "cache")  # options of an attention function that only transformers' own knows
 
@@ -62,12 +68,12 @@ def attention_in_blocks(architecture: Architecture, block: int) -> Iterator[None
     attentions = [architecture.attention(layer) for layer in range(architecture.n_layers)]
     for attention in attentions:
         setattr(attention, _BLOCK, block)
-    architecture.causal_block = block
+    before, architecture.causal_block = architecture.causal_block, block
     try:
-        with attention_function(architecture.model, _NAME):
+        with attention_function(architecture.model, BLOCKS):
             yield
     finally:
-        architecture.causal_block = 1
+        architecture.causal_block = before
         for attention in attentions:
             delattr(attention, _BLOCK)
 
@@ -92,7 +98,7 @@ def _attend(
         or any(options.get(name) is not None for name in _NOT_HERE)
     ):
         return sdpa(module, query, key, value, attention_mask, **options)
-    scaling, block = options.get("scaling"), getattr(module, _BLOCK)
+    scaling, block = options.get("scaling"), getattr(module, _BLOCK, BLOCK)
     query = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     batch, heads, _, head_dim = query.shape
     own = key.shape[1]
@@ -120,4 +126,4 @@ def _attend(
     return out.view(batch, queries, heads, -1), None
 
 
-register(_NAME, _attend)
+register(BLOCKS, _attend)

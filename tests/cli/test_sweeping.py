@@ -195,6 +195,27 @@ def test_a_run_that_fails_is_named_and_tried_again(words, results, sweep, prints
     assert not (results / "sweeps" / "depths" / "failed").exists()
 
 
+def test_a_worker_that_would_make_another_record_than_the_sweep_waits_for_says_so(words, results, sweep, monkeypatch):
+    plan = sweeping.plan
+
+    def elsewhere(configs, place):
+        """As on a node that measured other kernels."""
+        planned = plan(configs, place)
+        return dataclasses.replace(
+            planned, wanted=tuple(dataclasses.replace(one, fingerprint="f" * 16) for one in planned.wanted)
+        )
+
+    def launch(settings, task, *_):
+        with monkeypatch.context() as patch:
+            patch.setattr(sweeping, "plan", elsewhere)
+            task()
+
+    monkeypatch.setattr(sweeping, "launch", launch)
+    err = sweep(*words, *DEPTHS, "name=depths", "hydra/launcher=joblib", "workers=2", code=1).err
+    assert states(results) == ["failed"] * 3
+    assert re.search(r"The sweep waits for record \w+, and \S+ would make f{16}\..* kernels", err)
+
+
 @pytest.mark.parametrize(("messages", "made"), [(["x=1 is broken"] * 5, 3), ([*"ababa"], 5), (["a", "a", "", "a", "a"], 5)])
 def test_a_sweep_stops_after_three_failures_of_one_kind(messages, made, words, results, sweep, monkeypatch):
     said = iter(messages)

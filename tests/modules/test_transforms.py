@@ -125,6 +125,22 @@ def test_halted_runs_are_the_same_in_blocks_and_their_work_is_what_is_counted(fa
         tiny.assert_close(batch.real(found[0]), batch.real(plain.logits), atol=1e-4)
 
 
+@pytest.mark.parametrize("family", tiny.thinned(SDPA))
+def test_a_model_that_is_loaded_so_attends_as_under_the_module(family: str) -> None:
+    modules, runs = [tiny.Hashed(0.5, missing_kv="project")], []
+    for attention, more in (("blocks", []), ("sdpa", [BlockAttention()])):
+        model, found = tiny.load(family, attention), list[torch.Tensor]()
+        assert architecture_of(model).attention_implementation == "sdpa"
+        with torch.no_grad(), apply(model, [*modules, *more]) as run:
+            counted = count_executed(lambda: found.append(model(**tiny.EVEN.inputs(), use_cache=False).logits))  # noqa: B023
+        runs.append((tiny.forward(model, tiny.EVEN, more).logits, found[0], run.flops))
+        assert run.flops.executed == pytest.approx(counted, rel=0.01)
+    (dense, halted, flops), (dense_of_module, halted_of_module, flops_of_module) = runs
+    assert torch.equal(dense, dense_of_module)
+    assert torch.equal(halted, halted_of_module)
+    assert flops == flops_of_module
+
+
 def test_ledgers_may_be_read_after_the_block() -> None:
     with torch.no_grad(), apply(tiny.load("llama"), [BlockAttention()]) as run:
         counted = count_executed(lambda: tiny.load("llama")(torch.arange(24)[None], use_cache=False))

@@ -15,6 +15,7 @@ from quicksilver.records.store import CALIBRATIONS, KEPT, Store
 from quicksilver.report.provenance import confirmation
 from quicksilver.runs.config import compose
 from quicksilver.runs.run import ensure, plan
+from quicksilver.runs.sweep import Manifest, Sweep, SweepRun
 
 DRIFT = ["modules=[halting]", "modules.halting.tau_entropy=null", "modules.halting.tau_drift=0.9"]
 TIMED = ["measure.latency.enabled=true"]
@@ -139,6 +140,8 @@ def test_own_measures_what_was_only_confirmed_and_takes_its_place(clone) -> None
     own = compose([*words, "records=own"])
     assert [step.done for step in plan([own]).steps] == [False, False]
     store = Store(compose(words).results_dir)
+    sweep = Sweep(store.root, Manifest("one", (), (SweepRun(1, (), (), kept.fingerprint),), records="own"))
+    assert ([one.state for one in sweep.states()], sweep.is_open(sweep.manifest.runs[0])) == (["waiting"], True)
     blocks = store.drafts / kept.fingerprint
     blocks.mkdir(parents=True)
     assert store.clean() == []  # another command, while a run with records=own leaves its blocks there
@@ -146,6 +149,7 @@ def test_own_measures_what_was_only_confirmed_and_takes_its_place(clone) -> None
     (found,) = ensure([own])
     assert found.confirmed is None
     assert found.quality.nll_nats == pytest.approx(kept.quality.nll_nats)
+    assert ([one.state for one in sweep.states()], sweep.is_open(sweep.manifest.runs[0])) == (["done"], False)
     store.clean()
     assert {path.name for path in store.runs.iterdir() if path != store.drafts} == {kept.fingerprint, kept.dense_fingerprint}
     (again,) = ensure([compose(words)])

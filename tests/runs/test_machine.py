@@ -48,6 +48,7 @@ def test_the_choice_is_measured_once_printed_and_named_by_the_record(words, tmp_
 @pytest.mark.parametrize(("found", "dtype", "attention", "modules"), [
     ({"float32 sdpa": 10.0, "bfloat16 sdpa": 9.7}, "float32", "sdpa", []),  # too little
     ({"float32 sdpa": 10.0, "float32 eager": 8.0}, "float32", "eager", []),
+    ({"float32 sdpa": 10.0, "bfloat16 blocks": 5.0, "bfloat16 sdpa": 6.0, "int8 blocks": 4.8}, "bfloat16", "blocks", []),  # int8 rounds more
     ({"float32 sdpa": 10.0, "int8 sdpa": 7.0}, "float32", "sdpa", ["int8_dynamic"]),
 ])  # fmt: skip
 def test_what_is_chosen_stands_in_the_config(words, times, found, dtype, attention, modules) -> None:
@@ -78,8 +79,10 @@ def test_a_quantised_checkpoint_is_refused(words, times, tmp_path: Path) -> None
 
 def test_every_candidate_that_runs_here_is_timed(words) -> None:
     config = compose(words)
-    found = context.format_times_ms(load(config.model, locate(config.model, None)), 24)
-    assert {"float32 sdpa", "float32 eager", "bfloat16 sdpa", "bfloat16 eager"} <= set(found)
+    found = context.format_times_ms(load(config.model, locate(config.model, None)).model, 24)
+    assert {f"{dtype} {attention}" for dtype in ("float32", "bfloat16") for attention in ("sdpa", "eager", "blocks")} <= set(
+        found
+    )
     assert all(ms > 0 for ms in found.values())
 
 

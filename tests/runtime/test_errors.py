@@ -138,6 +138,13 @@ def test_a_static_cache_and_one_of_another_execution_are_refused(name: str, exec
                 model(BATCH.ids[:, :1], past_key_values=other)
 
 
+def test_an_offloaded_cache_is_refused() -> None:
+    model, cache = tiny.load("llama"), DynamicCache()
+    cache.offloading = True  # what DynamicCache(offloading=True) says, where a GPU gives it the stream that it asks for
+    with apply(model, [Hashed()]), pytest.raises(UnsupportedModelError, match=r"offloaded.*leave out offloading=True"):
+        model(BATCH.ids, past_key_values=cache)
+
+
 def test_a_sliding_window_that_has_dropped_tokens_is_not_adopted() -> None:
     model = tiny.load("mistral")
     cache = DynamicCache(config=model.config)

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 from quicksilver.cli.commands import dev
 from quicksilver.models.loading import EMBEDDED
 from quicksilver.modules import PresetHalting
-from quicksilver.runtime import apply
+from quicksilver.runs import context
+from quicksilver.runtime import ConfigError, apply
 
 torch.set_num_threads(1)
 GPU = "--device=cpu --shapes=tiny --sequence=12 --context=6 --new-tokens=2 --vocabulary=61 --dtype=float32 --repeats=3"
@@ -77,6 +78,16 @@ def test_a_shipped_schedule_is_timed_with_its_linear_mlps(tmp_path):
         (timed,) = [f for f in found if f["what"].startswith(f"realization ratio, far-gpt2, its {100 * save:g}%")]
         saved = 1 - run.flops.executed / run.flops.dense_nominal
         assert timed["details"]["executed_flops_saved"] == pytest.approx(saved, abs=0.01)
+
+
+def test_the_fastest_plain_format_is_that_of_the_plain_model_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(context, "format_times_ms", lambda model, tokens: {"float32 sdpa": 10.0, "int8 blocks": 5.0})
+    words = "runtime --dtypes fastest --batch 1 --sequence 64 --new-tokens 2 --warmup 0 --repeats 3 --shapes far-llama"
+    found = findings(tmp_path / "fastest.json", f"{words} --only predicted")
+    assert len(found) == 2 * 3
+    assert all("far-llama in int8 blocks, its " in one["what"] for one in found)
+    with pytest.raises(ConfigError, match="--dtypes fastest is measured on shipped models alone"):
+        findings(tmp_path / "none.json", f"{words} --only none")
 
 
 def test_every_kernel_of_this_processor_is_timed_and_models_of_both_dtypes(tmp_path):

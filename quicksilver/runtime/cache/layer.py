@@ -249,6 +249,11 @@ def take_over(cache: Cache, layer: int, fresh: CacheLayer, past_valid: torch.Ten
     Raises:
         UnsupportedModelError: a static, quantized or offloaded cache, or one written under another execution.
     """
+    if getattr(cache, "offloading", False):
+        raise UnsupportedModelError(
+            "A cache that is offloaded moves whole layers, and cannot hold different tokens per layer: leave out offloading=True, or "
+            'cache_implementation="offloaded" of generate.'
+        )
     if len(cache.layers) <= layer:
         cache.layers.extend(fresh.empty() for _ in range(layer - len(cache.layers)))
         cache.layers.append(fresh)

@@ -11,7 +11,7 @@ from omegaconf import MISSING
 # ruff: noqa: UP045  OmegaConf 2.3 reads `Optional[str]`, not `str | None`
 
 DTYPES = ("float32", "bfloat16", "float16")
-ATTENTION = ("sdpa", "eager", "blocks")
+ATTENTION = ("sdpa", "blocks", "eager")
 PARALLEL = ("tensor", *(f"tensor:{2**power}" for power in range(7)))
 DEVICES = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?|xpu(:\d{1,3})?")
 

@@ -542,8 +542,8 @@ class Planner:
         return self._masked(call, forward) if self.masked else self._compact(call, forward)
 
     def appends(self, forward: Forward) -> bool:
-        """One new token in each row, nothing decided about it yet, and a kernel that needs no mask for it."""
-        return forward.n == 1 and self.visibility.sdpa and forward.is_plain
+        """One new token in each row, and nothing decided about it yet."""
+        return forward.n == 1 and forward.is_plain
 
     def fits_behind(self, store: CacheLayer, layer: int, seen: int) -> bool:
         """Whether one more token sees all entries of the layer as they lie there, after `seen` columns."""

@@ -173,10 +173,13 @@ def test_an_empty_cache_may_be_brought_along_and_a_complete_one_may_leave_the_bl
         assert torch.equal(model(TWO.ids[:, 8:], past_key_values=cache).logits, plain)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])
-def test_a_token_after_a_thinned_prompt_goes_behind_what_is_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_after_a_thinned_prompt_goes_behind_what_is_left(
+    name: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Straight to its layers where nobody acts, else without a mask; logits, ledgers and facts are those of the long way, after crops and beams too."""
-    model, ids, calls = tiny.load(name), torch.arange(2, 34).view(2, 16), Counter[str]()
+    model, ids, calls = tiny.load(name, attention), torch.arange(2, 34).view(2, 16), Counter[str]()
     module = Halting(rule="capacity", signal="random", schedule="one_shot", window=(0.2, 0.8), missing_kv="drop", resume_layers=0)
     for owner, method in ((CacheLayer, "append"), (Planner, "plan")):
         own = getattr(owner, method)

@@ -106,14 +106,14 @@ class Bench:
         return model_of(shape, layers, o.sequence + o.new_tokens, vocabulary=o.vocabulary, dtype=self.dtype, device=o.device)
 
     def shipped(self, name: str) -> tuple[PreTrainedModel, list[RuntimeModule], str]:
-        """A shipped model in this number format, the modules that compute in it, and what it is called."""
+        """A shipped model in this number format, the modules that compute in it, and its name."""
 
         def loaded(dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
             model: Any = AutoModelForCausalLM.from_pretrained(MODELS_FOLDER / name, dtype=dtype, attn_implementation=attention)
             return model.to(self.options.device).eval()
 
         if self.format != FASTEST:
-            return loaded(self.dtype), [], name
+            return loaded(self.dtype), [], self.format
         from quicksilver.runs.context import fastest_format, format_times_ms
         from quicksilver.runs.parts import build_modules, module_entry
 
@@ -121,7 +121,7 @@ class Bench:
         number_format, attention = chosen.split()
         integer = number_format == "int8"
         made = build_modules(dict([module_entry("int8_dynamic")])) if integer else []
-        return loaded(torch.float32 if integer else getattr(torch, number_format), attention), made, f"{name} in {chosen}"
+        return loaded(torch.float32 if integer else getattr(torch, number_format), attention), made, f"{FASTEST}: {chosen}"
 
     def against_plain(
         self, model: PreTrainedModel, ways: Mapping[str, Way], *asked: Asked, passes: Passes | None = None,
@@ -196,7 +196,7 @@ def predicted(bench: Bench) -> list[Row]:
     o, found = bench.options, list[Row]()
     after = shared.decoding(bench.ids, o.new_tokens, anew=False)
     for name in o.shapes:
-        plain: list[RuntimeModule] = []
+        plain, number_format = list[RuntimeModule](), bench.format
         if name in shared.SHAPES:
             shape = shared.SHAPES[name]
             layers = min(shape.layers, LAYERS_OF_WIDE if shape.width > o.width else 2 * o.layers)
@@ -204,16 +204,17 @@ def predicted(bench: Bench) -> list[Row]:
             schedule, modules = in_two_stages(model, o.sequence)
             made = {f"{name} × {layers} layers, {schedule}": modules}
         else:  # a shipped model under its own schedules
-            model, plain, called = bench.shipped(name)
+            model, plain, number_format = bench.shipped(name)
             layers, schedules = model.config.num_hidden_layers, schedules_of(architecture_of(model))
-            made = {f"{called}, its {100 * share:g}%, {schedule}": schedule.modules() for share, schedule in schedules.items()}
+            made = {f"{name}, its {100 * share:g}%, {schedule}": schedule.modules() for share, schedule in schedules.items()}
         for what, modules in made.items():
             ways = {"predicted": Way(model, [*modules, *plain])}
             realized = f"realization ratio, {what} ({{saved}} of FLOPs saved)"
             of_prompt = Asked("predicted", realized, shared.REALIZED, ("at least", 0.9))
             of_token = Asked("predicted", f"decoding after it, slower, %: {what}", shared.SLOWER_PCT, ("at most", 1.5))
             for asked, passes in ((of_prompt, None), (of_token, after)):
-                found += bench.against_plain(model, ways, asked, passes=passes, plain=plain, layers=layers)
+                rows = bench.against_plain(model, ways, asked, passes=passes, plain=plain, layers=layers)
+                found += [row | {"dtype": number_format} for row in rows]
     return found
 
 
@@ -743,6 +744,7 @@ def _findings(sessions: Sequence[Sequence[Row]]) -> list[Row]:
     rows = []
     for found in zip(*sessions, strict=True):
         row, values = {key: found[0][key] for key in ("section", "dtype", "what")}, [one["value"] for one in found]
+        row["dtype"] = " / ".join(dict.fromkeys(one["dtype"] for one in found))  # a process may find another one fastest
         unit = found[0].get("unit", "")
         if len(found) > 1:
             row["medians"] = f"{min(values):.3g} to {max(values):.3g}{unit}"

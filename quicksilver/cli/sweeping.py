@@ -412,7 +412,7 @@ def _as_planned(run: SweepRun, planned: Plan) -> Plan:
     here = planned.wanted[0]
     if run.fingerprint in (None, here.fingerprint):
         return planned
-    why = "This machine has other text, weights, maps or code, or measured other kernels or number formats as its fastest"
+    why = "Its text, weights, maps or code differ, or it measured other kernels or number formats as fastest: name those"
     raise QuickSilverError(
         f"The sweep waits for record {run.fingerprint}, and {lease.host_name()} would make {here.fingerprint}. {why}."
     )

@@ -5,6 +5,7 @@ among, and the metrics that judge its answers, by GLUE's and SuperGLUE's own def
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import string
@@ -53,6 +54,15 @@ class TaskExamples:
     task: TaskConfig
     examples: tuple[Example, ...]
     source: str
+
+    @property
+    def digest(self) -> str | None:
+        """Of what decides a score and does not stand in `text_of`: wrong choices, groups, values of a regression; None: there is none."""
+        task = self.task
+        if not (task.choices or task.group or REGRESSION in task.metrics):
+            return None
+        said = [(one.choices, one.gold, one.group) for one in self.examples]
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
 def read_task(config: DatasetConfig, part: Part = "test", *, root: Path | None = None, cache: Path | None = None) -> TaskExamples:

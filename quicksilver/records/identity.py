@@ -2,7 +2,7 @@
 code that made it. Its hash, the fingerprint, names the record.
 
     config        the parts that influence a number (RunConfig.identity)
-    digests       sha256 of the scored text, of weights, architecture and tokenizer files, and of what calibrates the modules
+    digests       sha256 of the scored text and of what else scores a task, of weights, architecture and tokenizer files, and of what calibrates the modules
     sources       sha256 of the files of modules that are not this package's own
     numerics      the version of the numbers that this package computes (`quicksilver.numerics`), guarded by the golden run
 

@@ -77,7 +77,8 @@ class RunContext:
         """The labelled examples that are scored; None: the dataset is no task."""
         if config.dataset.task is None:
             return None
-        return read_task(config.dataset, cast(Part, config.dataset.part), **_folders(config))
+        key = ("examples", _key(config.dataset), config.data.root, config.dataset.part)
+        return self._once(key, lambda: read_task(config.dataset, cast(Part, config.dataset.part), **_folders(config)))
 
     def files(self, config: RunConfig) -> tuple[ModelFiles, str]:
         """A model's files and their digest."""
@@ -178,6 +179,8 @@ class RunContext:
         digests = {"text": text.digest, "weights": self.files(config)[1]}
         if text.annotation is not None:
             digests["annotation"] = text.annotation.digest
+        if (examples := self.examples(config)) is not None and examples.digest is not None:
+            digests["examples"] = examples.digest
         if any(map(asks_for_calibration, modules)):
             calibrating = self.text(config, "calibration")
             digests["calibration_text"] = calibrating.digest
@@ -330,10 +333,8 @@ def _by_digest(folders: Iterable[Path]) -> dict[str, Path]:
 # equals that of a run which asks for the same by name.
 FORMATS = {"float32": None, "bfloat16": "bfloat16", "int8": "int8_dynamic"}  # and the module that computes in it
 PLAIN = "float32 sdpa"
-CANDIDATES = [
-    f"{number_format} {attention}" for number_format in FORMATS for attention in ATTENTION
-]  # what rounds least comes first
-GAIN = 1.05  # a later one must be so much faster
+CANDIDATES = [f"{number_format} {attention}" for number_format in FORMATS for attention in ATTENTION]
+GAIN = 1.05  # a later one must be so much faster: it rounds more, or takes more memory
 BATCH, ROUNDS = 2, 3  # prompts of a pass; passes of each candidate
 _FORMATS = "cache/precision.json"
 _said: set[str] = set()

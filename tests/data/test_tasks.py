@@ -130,6 +130,38 @@ def test_labels_are_part_of_the_identity_and_places_are_not(data_root):
         compose(["dataset=sst2", "dataset.reader=text"])
 
 
+def test_what_decides_a_score_and_is_not_in_the_text_is_part_of_the_identity(data_root, tmp_path):
+    """A wrong choice, a value of a regression between two answers, who is judged together."""
+    rows = {
+        "copa": {"premise": "It rained.", "question": "effect", "choice1": "I got wet.", "choice2": "I sang.", "label": 0},
+        "multirc": {
+            "paragraph": "It rained.",
+            "question": "What?",
+            "answer": "Rain.",
+            "label": 1,
+            "idx": {"paragraph": 0, "question": 0, "answer": 0},
+        },
+        "stsb": {"sentence1": "It rained.", "sentence2": "It poured.", "label": "3.2"},
+    }
+    changes = {
+        "copa": {"choice2": "I slept."},
+        "multirc": {"idx": {"paragraph": 0, "question": 1, "answer": 0}},
+        "stsb": {"label": "3.4"},
+    }
+    for name, row in rows.items():
+        found = []
+        for number, one in enumerate((row, row, row | changes[name])):
+            file = tmp_path / f"{name}{number}.jsonl"
+            file.write_text(f"{json.dumps(one)}\n" * 40)
+            config = compose(
+                [f"dataset={name}", "measure=task", f"data.root={data_root}", f"dataset.task.validation.files=[{file}]"]
+            )
+            found.append((RunContext().text(config, "test").digest, RunContext().fingerprint(config)))
+        same, again, other = found
+        assert same == again
+        assert (other[0], other[1] != same[1]) == (same[0], True)
+
+
 # -- metrics ---------------------------------------------------------------------------------------------------------------------
 def metrics() -> Any:
     return pytest.importorskip("sklearn.metrics")  # not while tests are collected

@@ -51,9 +51,10 @@ def test_the_choice_is_measured_once_printed_and_named_by_the_record(words, tmp_
     ({"float32 sdpa": 10.0, "bfloat16 blocks": 5.0, "bfloat16 sdpa": 6.0, "int8 blocks": 4.8}, "bfloat16", "blocks", []),  # int8 rounds more
     ({"float32 sdpa": 10.0, "int8 sdpa": 7.0}, "float32", "sdpa", ["int8_dynamic"]),
 ])  # fmt: skip
-def test_what_is_chosen_stands_in_the_config(words, times, found, dtype, attention, modules) -> None:
+def test_what_is_chosen_stands_in_the_config(words, times, found, dtype, attention, modules, capsys) -> None:
     times[:] = [found]
     config = compose([*words, "precision=fastest"])
+    assert ("Time saved is against dense in float32" in capsys.readouterr().err) == (modules == ["int8_dynamic"])
     assert (config.model.dtype, config.model.attn_implementation, list(config.modules)) == (dtype, attention, modules)
 
 

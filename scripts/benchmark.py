@@ -114,14 +114,12 @@ class Bench:
 
         if self.format != FASTEST:
             return loaded(self.dtype), [], self.format
-        from quicksilver.runs.context import fastest_format, format_times_ms
-        from quicksilver.runs.parts import build_modules, module_entry
+        from quicksilver.runs.context import fastest_format, format_times_ms, of_format
+        from quicksilver.runs.parts import build_modules
 
         chosen = fastest_format(format_times_ms(loaded(torch.float32), self.options.sequence))
-        number_format, attention = chosen.split()
-        integer = number_format == "int8"
-        made = build_modules(dict([module_entry("int8_dynamic")])) if integer else []
-        return loaded(torch.float32 if integer else getattr(torch, number_format), attention), made, f"{FASTEST}: {chosen}"
+        dtype, attention, modules = of_format(chosen)
+        return loaded(getattr(torch, dtype), attention), build_modules(modules), f"{FASTEST}: {chosen}"
 
     def against_plain(
         self, model: PreTrainedModel, ways: Mapping[str, Way], *asked: Asked, passes: Passes | None = None,

@@ -427,8 +427,8 @@ _CARD = """\
 
 Which tokens of a prompt may stop after which layer (docs/learned-halting.md). Trained on the frozen model by
 `python scripts/train_halting.py language`, on one half of the calibrating parts of the texts. KL is to the dense model, in nats a
-token, over the 64 tokens after a prompt of 448. Its windows are of the other half. The halves of far-copy and far-recall share passages. A number is added to the gates' biases, so that the prompt saves
-what was asked.
+token, over the 64 tokens after a prompt of 448. Its windows are of the other half. The halves of far-copy and far-recall
+share passages. A number is added to the gates' biases, so that the prompt saves what was asked.
 At the start: the rule that training began with, at the same budget on the same windows. It takes the oldest tokens first.
 
 | file | gates after layers | predicted from | texts | windows | steps × batch | seed | saved % | KL | KL at the start | kept |

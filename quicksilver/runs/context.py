@@ -344,7 +344,6 @@ def in_fastest_precision(config: RunConfig) -> RunConfig:
     """The config, which asks for it, in the fastest plain format.
     Raises ConfigError: a module fixes the format or the attention, the model is cut among processes, or its checkpoint is
     quantised."""
-    from quicksilver.runs.parts import module_entry
     from quicksilver.runtime.quantized.kernels import machine
 
     runs, prompt = RunContext(), config.protocol.prompt_tokens
@@ -359,15 +358,23 @@ def in_fastest_precision(config: RunConfig) -> RunConfig:
         )
     chosen = fastest_format(times_ms)
     said = ", ".join(f"{name} {times_ms[name]:.1f} ms" for name in sorted(times_ms, key=lambda name: times_ms[name]))
-    number_format, attention = chosen.split()
-    integer = number_format == "int8"
-    care = " Time saved is against dense in float32, as int8 is a module." if integer else ""
+    dtype, attention, modules = of_format(chosen)
+    care = " Time saved is against dense in float32, as int8 is a module." if modules else ""
     if (line := f"precision=fastest: {chosen} for {config.model.name}. {BATCH} prompts take: {said}.{care}") not in _said:
         _said.add(line)
         print(line, file=sys.stderr, flush=True)
-    model = dataclasses.replace(config.model, dtype="float32" if integer else number_format, attn_implementation=attention)
-    modules = dict([module_entry("int8_dynamic")]) if integer else {}
+    model = dataclasses.replace(config.model, dtype=dtype, attn_implementation=attention)
     return dataclasses.replace(config, model=model, modules={**modules, **config.modules}, precision=None)
+
+
+def of_format(candidate: str) -> tuple[str, str, dict[str, Any]]:
+    """A candidate as a config has it: dtype, attention, and the modules that compute in it."""
+    from quicksilver.runs.parts import module_entry
+
+    number_format, attention = candidate.split()
+    if number_format == "int8":
+        return "float32", attention, dict([module_entry("int8_dynamic")])
+    return number_format, attention, {}
 
 
 def fastest_format(times_ms: Mapping[str, float]) -> str:

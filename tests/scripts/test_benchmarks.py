@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from quicksilver.baselines.number_formats import Int8Dynamic
 from quicksilver.cli.commands import dev
 from quicksilver.models.loading import EMBEDDED
 from quicksilver.modules import PresetHalting
@@ -82,10 +83,14 @@ def test_a_shipped_schedule_is_timed_with_its_linear_mlps(tmp_path):
 
 def test_the_fastest_plain_format_is_that_of_the_plain_model_too(tmp_path, monkeypatch):
     monkeypatch.setattr(context, "format_times_ms", lambda model, tokens: {"float32 sdpa": 10.0, "int8 blocks": 5.0})
+    timed, in_turns = [], benchmark.in_turns
+    monkeypatch.setattr(benchmark, "in_turns", lambda ways, *more: timed.append(ways) or in_turns(ways, *more))
     words = "runtime --dtypes fastest --batch 1 --sequence 64 --new-tokens 2 --warmup 0 --repeats 3 --shapes far-llama"
     found = findings(tmp_path / "fastest.json", f"{words} --only predicted")
     assert len(found) == 2 * 3
     assert {one["dtype"] for one in found} == {"fastest: int8 blocks"}
+    for way in (way for ways in timed for way in ways.values()):
+        assert (way.model.config._attn_implementation, type(way.modules[-1])) == ("blocks", Int8Dynamic)
     with pytest.raises(ConfigError, match="--dtypes fastest is measured on shipped models alone"):
         findings(tmp_path / "none.json", f"{words} --only none")
 

@@ -206,8 +206,21 @@ class Architecture(ABC):
         return True
 
     def rotate_keys(self, layer: int, keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-        """K as the layer stores it, from K before its rotation: keys (..., B, H_kv, M, head_dim), rotary of the same M tokens."""
-        return keys
+        """K as the layer stores it, from K before its rotation: keys (B, H_kv, M, head_dim), rotary of the same M tokens.
+
+        Every family here turns the first half of the rotated channels against the second. transformers' own function takes more passes over
+        memory for it.
+        """
+        if rotary is None or not self.rotates(layer):
+            return keys
+        cos, sin = (factor[:, None] for factor in rotary)  # (B, 1, M, rotary_dim)
+        keys, turning = keys.contiguous(), cos.shape[-1]  # predicted keys of one layer lie far apart, and are read twice
+        half = turning // 2
+        turned = keys[..., :turning] * cos
+        turned[..., :half].addcmul_(keys[..., half:turning], sin[..., :half], value=-1)
+        turned[..., half:].addcmul_(keys[..., :half], sin[..., half:])
+        turned = turned.to(keys.dtype)  # OLMo 2 keeps cos and sin in float32
+        return turned if turned.shape == keys.shape else torch.cat([turned, keys[..., turning:]], dim=-1)
 
     @abstractmethod
     def project_q(self, layer: int, hidden: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
@@ -278,9 +291,6 @@ class LlamaArchitecture(Architecture):
     def rotates(self, layer: int) -> bool:
         return getattr(self.attention(layer), "use_rope", True)
 
-    def rotate_keys(self, layer: int, keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-        return self._rotate(layer, keys, rotary)
-
     def _rotate(self, layer: int, states: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
         from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as apply_rotary
 
@@ -327,11 +337,6 @@ class GPTNeoXArchitecture(Architecture):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         self.projection_params_per_layer = self.query_params_per_layer = 3 * self.width * self.n_heads * self.head_dim
-
-    def rotate_keys(self, layer: int, keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-        from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as apply_partial_rotary
-
-        return keys if rotary is None else apply_partial_rotary(keys, keys, *rotary)[1]
 
     def _rotated_qkv(
         self, layer: int, hidden: torch.Tensor, rotary: Rotary | None

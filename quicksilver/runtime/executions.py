@@ -38,8 +38,8 @@ def kv_of_halted(halted: HaltedKV, call: LayerCall, forward: Forward, machine: M
             return arch.project_kv(layer, frozen, packing.rotary(call.rotary, forward.batch))
         case "predict":
             assert halted.translator is not None
-            predicted = forward.predicted[halted.translator]
-            return predicted.rotated_keys(layer, arch, packing.rotary(call.rotary, forward.batch)), predicted[layer][1]
+            keys, values = forward.predicted[halted.translator][layer]
+            return arch.rotate_keys(layer, keys, packing.rotary(call.rotary, forward.batch)), values
         case _:
             shape = (forward.batch, arch.own_kv_heads, packing.width, arch.head_dim)
             return call.hidden.new_zeros(shape), call.hidden.new_zeros(shape)

@@ -7,7 +7,7 @@ none of the ledgers. `executed` equals an interposed count of the same run (`qui
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ import torch
 
 from quicksilver.runtime.pass_state import MISSING_KV
 from quicksilver.runtime.trace import PassTrace
+from quicksilver.runtime.visibility import Span
 
 if TYPE_CHECKING:
     from quicksilver.runtime.architecture import Architecture
@@ -42,7 +43,8 @@ class Flops:
             as many operations as a float one. It knows no maps: an MLP is charged where one stands in for it.
         signals: the part of `executed` spent on deciding (logit lens, attention probes).
         skippable: what a transform took off `nominal`: products that ran although one factor is zero.
-        dense_nominal, dense_paper: the same formulas with every token active in every layer.
+        dense_nominal, dense_paper: the same formulas with every token that the model was given (a truncated prompt: what is left) active in
+            every layer.
     """
 
     executed: int = 0
@@ -120,8 +122,27 @@ def pass_flops(arch: Architecture, work: PassWork, trace: PassTrace, beta: Mappi
     valid, decided = trace.valid, trace.decided
     before = trace.first_column if work.past_real is None else work.past_real
     past_real = torch.as_tensor(before, device=valid.device).expand(valid.shape[0])
+    in_pass = valid.long().cumsum(1)  # (B, N), tokens of the pass up to each
+    slots = past_real[:, None] + in_pass - 1
 
-    def of_layer(layer: int, reaches: list[int | None], cached: torch.Tensor | int) -> tuple[int, int, float, float]:
+    def visible_pairs(spans: Sequence[Span], queries: torch.Tensor, keys: torch.Tensor, past: torch.Tensor) -> int:
+        """Query-key pairs that attention must evaluate: queries, keys (B, N) bool, past (B,) long, entries before the pass.
+
+        The trace does not say which slots those entries have: as many of them are counted as a span may see.
+        """
+        earlier = past[:, None].expand_as(slots)
+        if not spans:
+            seen = keys.long().cumsum(1) if arch.causal else keys.sum(1, keepdim=True).expand_as(keys)
+            return int((seen + earlier)[queries].sum())
+        visible = keys[:, None, :].expand(-1, slots.shape[1], -1)  # (B, N queries, N keys)
+        if arch.causal:
+            visible = visible & (slots[:, None, :] <= slots[:, :, None])
+        for span in spans:
+            visible = visible & span.sees(slots, slots)
+            earlier = earlier.minimum((past[:, None] + in_pass).clamp(max=span.reach) - in_pass.clamp(max=span.window))
+        return int((visible.sum(2) + earlier)[queries].sum())
+
+    def of_layer(layer: int, own: list[Span], spans: list[Span], cached: torch.Tensor | int) -> tuple[int, int, float, float]:
         """Nominal, the same of the dense model, the paper's, the same of the dense model."""
         active, present = trace.active(layer), trace.kv_present(layer)
         past = torch.as_tensor(cached, device=valid.device).expand(valid.shape[0])
@@ -132,9 +153,8 @@ def pass_flops(arch: Architecture, work: PassWork, trace: PassTrace, beta: Mappi
         if layer in work.map_flops_per_token:
             saved = 2 * arch.mlp_params_per_layer - work.map_flops_per_token[layer]
             nominal -= saved * sum(int((active & mapping.tokens).sum()) for mapping in trace.mappings)
-        nearest = min((limit for limit in reaches if limit is not None), default=None)
-        nominal += 4 * arch.n_heads * arch.head_dim * _visible_pairs(arch.causal, nearest, active, present, past)
-        dense = 4 * arch.n_heads * arch.head_dim * _visible_pairs(arch.causal, reaches[0], valid, valid, past_real)
+        nominal += 4 * arch.n_heads * arch.head_dim * visible_pairs(spans, active, present, past)
+        dense = 4 * arch.n_heads * arch.head_dim * visible_pairs(own, valid, valid, past_real)
         dense += 2 * arch.dense_linear_params_per_layer * int(valid.sum())
         charge = _charge(trace.bits(layer), beta) if trace.precisions else None
         return nominal, dense, _paper_layer(arch, active, past, charge), _paper_layer(arch, valid, past_real)
@@ -142,11 +162,11 @@ def pass_flops(arch: Architecture, work: PassWork, trace: PassTrace, beta: Mappi
     totals: list[Any] = [0, 0, 0.0, 0.0]
     alike: dict[tuple[object, ...], tuple[int, int, float, float]] = {}  # where nothing was decided, layers cost the same
     for layer, span in enumerate(arch.spans):
-        reaches = [arch.attention_window(layer), span.reach if span else None]
+        own = [] if (window := arch.attention_window(layer)) is None else [Span(window)]
         cached = work.past_lengths[layer] if work.past_lengths else 0
-        key = (*reaches, cached if isinstance(cached, int) else tuple(cached.tolist()))
+        key = (*own, span, cached if isinstance(cached, int) else tuple(cached.tolist()))
         if decided or key not in alike:
-            alike[key] = of_layer(layer, reaches, cached)
+            alike[key] = of_layer(layer, own, own + [span] * (span is not None), cached)
         totals = [total + more for total, more in zip(totals, alike[key], strict=True)]
     nominal, dense_nominal, paper, dense_paper = totals
     return Flops(work.executed(arch), nominal, round(paper), work.signal_flops, dense_nominal, round(dense_paper))
@@ -156,15 +176,6 @@ def _causal_pairs(tokens: int, block: int) -> int:
     """Query-key pairs that are visited where each block of queries visits the keys up to its last query."""
     whole, rest = divmod(tokens, block)
     return block * block * whole * (whole + 1) // 2 + rest * tokens
-
-
-def _visible_pairs(causal: bool, nearest: int | None, queries: torch.Tensor, keys: torch.Tensor, past: torch.Tensor) -> int:
-    """Query-key pairs that attention must evaluate where a query sees so many keys at most: queries, keys (B, N) bool, past (B,) entries
-    before the pass. Without `causal` a query sees all keys."""
-    visible = (keys.long().cumsum(1) if causal else keys.sum(1, keepdim=True).expand_as(keys)) + past[:, None]
-    if nearest is not None:
-        visible = visible.clamp(max=nearest)
-    return int(visible[queries].sum())
 
 
 def _charge(bits: torch.Tensor, beta: Mapping[int, float]) -> torch.Tensor:

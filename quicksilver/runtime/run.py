@@ -361,12 +361,13 @@ class Run:
             self._head_tokens += hidden.numel() // self.arch.width
 
     def _lens(self, hidden: torch.Tensor, normed: bool = False) -> torch.Tensor:
-        """The logit lens, without counting it as the model's output head; `normed`: of what is the head's own input already."""
-        self._in_signal = True
+        """The logit lens, without counting it, or what of it is skippable, as the model's output head; `normed`: of the head's own input."""
+        self._in_signal, before = True, self._skippable_flops()
         try:
             return self.arch.output_head(hidden) if normed else self.arch.logits(hidden)
         finally:
             self._in_signal = False
+            self._skippable_before += self._skippable_flops() - before
 
     # -- one layer ---------------------------------------------------------------------------------------------------------------
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from quicksilver.runtime.architecture import Architecture, Rotary
-
-_SMALL = 2**18  # numbers of a layer's keys
 
 
 @dataclass(frozen=True)
@@ -25,7 +20,6 @@ class PredictedKV:
     first_layer: int
     keys: torch.Tensor
     values: torch.Tensor
-    _rotated: list[tuple[Rotary, torch.Tensor]] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def layers(self) -> range:
@@ -37,22 +31,6 @@ class PredictedKV:
     def __getitem__(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer, (B, H_kv, M, head_dim) each."""
         return self.keys[layer - self.first_layer], self.values[layer - self.first_layer]
-
-    def rotated_keys(self, layer: int, architecture: Architecture, rotary: Rotary | None) -> torch.Tensor:
-        """K of one layer as it is stored, (B, H_kv, M, head_dim).
-
-        Of small layers all are rotated at once, if they share the factors: a call for each takes longer than its numbers. Large ones would
-        lie in memory twice.
-        """
-        keys = self[layer][0]
-        if rotary is None or not architecture.rotates(layer) or keys.numel() > _SMALL:
-            return architecture.rotate_keys(layer, keys, rotary)
-        for known, rotated in self._rotated:
-            if known is rotary:
-                return rotated[layer - self.first_layer]
-        # In one piece first: the rotation reads its numbers several times, and here they lie far apart.
-        self._rotated.append((rotary, architecture.rotate_keys(layer, self.keys.contiguous(), rotary)))
-        return self._rotated[-1][1][layer - self.first_layer]
 
 
 class KVTranslator(Protocol):

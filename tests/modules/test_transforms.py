@@ -65,6 +65,10 @@ def test_what_is_skippable_is_what_was_zero() -> None:
         run.reset()
         assert run.flops.skippable == 0
     assert found == zeros[0] > 0
+    with apply(model, [module, tiny.Does(lambda view, tokens: view.logit_entropy_nats(tokens.active), at=0)]) as run:
+        model(IDS)
+    assert run.flops.signals > 0
+    assert run.flops.skippable == found, "what the lens could skip is no operation of the model"
 
 
 @torch.no_grad()

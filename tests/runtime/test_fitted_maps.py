@@ -99,20 +99,6 @@ def test_the_cache_holds_what_was_projected_then_what_was_predicted(name: str, e
         torch.testing.assert_close((keys, values), wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", tiny.FAMILIES)
-def test_keys_rotated_for_all_layers_at_once_are_those_of_each_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny.load(name)
-    found, at_once = [], []
-    for small in (0, 2**18):
-        monkeypatch.setattr("quicksilver.runtime.translation._SMALL", small)
-        translator = Constant(architecture_of(model))
-        with apply(model, [every_second(translator)]):
-            found.append(model(**BATCH.inputs()).logits)
-        at_once.append(len(translator.made[0]._rotated))
-    assert torch.equal(*found)
-    assert at_once == [0, 0 if name == "gpt2" else 2 if name == "gemma3" else 1]  # Gemma 3 has factors of two kinds of layer
-
-
 def test_the_work_of_a_translator_is_in_the_ledgers() -> None:
     model = tiny.load("llama")
     arch = architecture_of(model)

@@ -13,9 +13,11 @@ from thinning import draws
 from tiny import Batch, Capacity, HaltAll, Hashed
 from transformers import DynamicCache
 
+from quicksilver.baselines.eviction import SinkAttention, SlidingWindow
 from quicksilver.modules import Halting
 from quicksilver.runtime import Run, RuntimeModule, apply
 from quicksilver.runtime.cache import CacheLayer
+from quicksilver.runtime.ledger import head_flops
 from quicksilver.runtime.plan import Planner
 from quicksilver.runtime.run import Execution
 
@@ -33,6 +35,25 @@ def test_nominal_by_hand() -> None:
     head = 2 * tiny.WIDTH * tiny.VOCABULARY * n
     assert found.flops.nominal == found.flops.executed == 2 * layer + head
     assert found.flops.dense_nominal == tiny.LAYERS * layer + head
+
+
+@given(
+    batch=tiny.batches(low=3), policy=tiny.hashed(("drop",)), name=st.sampled_from(["mistral", "qwen2-mixed", "llama"]),
+    spans=st.sampled_from([[], [SinkAttention(window=4, sinks=2)], [SlidingWindow(window=5)]]),
+)  # fmt: skip
+@settings(max_examples=draws(30))
+def test_nominal_counts_the_keys_that_are_left_within_a_window(
+    batch: Batch, policy: Hashed, name: str, spans: list[RuntimeModule]
+) -> None:
+    found = tiny.forward(tiny.load(name), batch, [policy, *spans]).run
+    arch, (one,) = found.arch, found.trace.passes
+    slots, expected = one.valid.cumsum(1) - 1, head_flops(arch, batch.ids.numel()).nominal
+    for layer in range(arch.n_layers):
+        active, visible = one.active(layer), found._visibility.visible(layer, slots, slots, one.kv_present(layer))
+        expected += 2 * arch.linear_params_per_layer * int(active.sum()) + 4 * arch.n_heads * arch.head_dim * int(
+            visible[active].sum()
+        )
+    assert found.flops.nominal == expected
 
 
 def test_ledgers_add_up_over_passes_and_reset_forgets() -> None:

@@ -235,12 +235,10 @@ class Store:
         return True
 
     # --- small files ---
-    def write_json(self, relative: str, data: Any) -> Path:
+    def write_json(self, relative: str, data: Any) -> None:
         """Write a small json file below the results folder in one rename."""
-        path = self.root / relative
         with self.writing():
-            write_atomically(path, (json.dumps(data, indent=1) + "\n").encode(), sync=False)
-        return path
+            write_atomically(self.root / relative, (json.dumps(data, indent=1) + "\n").encode(), sync=False)
 
     def write_cache(self, relative: str, data: Any) -> None:
         """`write_json` for what can be found out again: a read-only folder or a full disk stops nobody."""

@@ -53,7 +53,7 @@ def fewer_draws() -> Iterator[None]:
     whole, signs = stats._bootstrap, stats._sign_flip_p
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stats, "_bootstrap", lambda f, samples, n, *rest: whole(f, samples, min(n, 1000), *rest))
-        patch.setattr(stats, "_sign_flip_p", lambda differences, n: signs(differences, min(n, 1000)))
+        patch.setattr(stats, "_sign_flip_p", lambda differences, n, seed: signs(differences, min(n, 1000), seed))
         yield
 
 

@@ -33,7 +33,11 @@ class Interval(NamedTuple):
 
 
 def bootstrap(
-    statistic: Callable[..., NDArray[np.float64]], *samples: ArrayLike, resamples: int = RESAMPLES, confidence: float = 0.95
+    statistic: Callable[..., NDArray[np.float64]],
+    *samples: ArrayLike,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+    confidence: float = 0.95,
 ) -> Interval:
     """`statistic` of paired samples with its percentile interval; what stands at one place of every sample is drawn together.
     Raises ConfigError: fewer than 8 observations, samples that do not pair, numbers that are not finite.
@@ -41,14 +45,15 @@ def bootstrap(
     Args:
         statistic: of as many arrays as there are samples, each (…, R, W), to (R,), or to (K, R) for K values; also without R.
         samples: (W,) each, or (…, W): observations along the last axis.
-        resamples: bootstrap draws, always the same ones. The order of the observations does not matter.
+        resamples: bootstrap draws.
+        seed: of the draws. The order of the observations does not matter.
         confidence: share of the draws inside the interval.
     """
     arrays = [np.asarray(sample, dtype=np.float64) for sample in samples]
     _check_observations(arrays)
     if resamples < 100 or not 0 < confidence < 1:
         raise ConfigError(f"resamples={resamples} and confidence={confidence}: at least 100 draws, and a share between 0 and 1.")
-    return _bootstrap(statistic, tuple((array.tobytes(), array.shape) for array in arrays), resamples, confidence)
+    return _bootstrap(statistic, tuple((array.tobytes(), array.shape) for array in arrays), resamples, seed, confidence)
 
 
 @lru_cache(maxsize=4096)
@@ -56,6 +61,7 @@ def _bootstrap(
     statistic: Callable[..., NDArray[np.float64]],
     samples: tuple[tuple[bytes, tuple[int, ...]], ...],
     resamples: int,
+    seed: int,
     confidence: float,
 ) -> Interval:
     """Of samples as the bytes of float64, with their shapes. Tables, figures, claims and pages ask for the same intervals: those of a named
@@ -70,7 +76,7 @@ def _bootstrap(
     batch = max(1, _RESAMPLED_AT_A_TIME // (len(arrays) * max(array.size for array in arrays)))
     found = stats.bootstrap(
         arrays, lambda *drawn, axis: statistic(*drawn), n_resamples=resamples, batch=min(batch, resamples), vectorized=True, paired=True,
-        axis=-1, confidence_level=confidence, method="percentile", rng=np.random.default_rng(0),
+        axis=-1, confidence_level=confidence, method="percentile", rng=np.random.default_rng(seed),
     )  # fmt: skip
     return Interval(statistic(*arrays), *found.confidence_interval)
 
@@ -101,6 +107,8 @@ class PairedInterval:
     relative_pct_low: float
     relative_pct_high: float
     windows: int
+    confidence: float
+    resamples: int
 
 
 def paired_perplexity(
@@ -110,6 +118,7 @@ def paired_perplexity(
     baseline_tokens: ArrayLike | None = None,
     *,
     resamples: int = RESAMPLES,
+    seed: int = 0,
     confidence: float = 0.95,
 ) -> PairedInterval:
     """Difference of two perplexities with its interval; windows are resampled because tokens inside one are dependent.
@@ -120,15 +129,16 @@ def paired_perplexity(
     Args:
         nll_nats, baseline_nll_nats: (W,) summed negative log-likelihood of each window.
         tokens, baseline_tokens: (W,) scored tokens of each window; the baseline's must be the same (None: they are).
-        resamples, confidence: as `bootstrap`.
+        resamples, seed, confidence: as `bootstrap`.
     """
     nll, base = np.asarray(nll_nats, dtype=np.float64), np.asarray(baseline_nll_nats, dtype=np.float64)
     count = np.asarray(tokens, dtype=np.float64)
     _check_windows(nll, count, base, baseline_tokens)
-    found = bootstrap(_perplexities, nll, base, count, resamples=resamples, confidence=confidence)
+    found = bootstrap(_perplexities, nll, base, count, resamples=resamples, seed=seed, confidence=confidence)
     ppl, baseline_ppl, difference, relative = map(float, found.value)
     (low, relative_low), (high, relative_high) = (map(float, ends[2:]) for ends in (found.low, found.high))
-    return PairedInterval(ppl, baseline_ppl, difference, low, high, relative, relative_low, relative_high, len(nll))
+    relatives = (relative, relative_low, relative_high)
+    return PairedInterval(ppl, baseline_ppl, difference, low, high, *relatives, len(nll), confidence, resamples)
 
 
 def _check_windows(
@@ -177,28 +187,28 @@ def pairs_of(
     return tuple(values.to_numpy(np.float64) for values in columns)
 
 
-def check_pairs(record: Record, baseline: Record, baseline_column: str = "nll_nats") -> None:
+def check_pairs(record: Record, baseline: Record, column: str = "nll_nats", baseline_column: str = "nll_nats") -> None:
     """Raise what `paired_records` would, without drawing anything."""
-    pairs = pairs_of(record, baseline, baseline_column=baseline_column)
-    _check_windows(*pairs)
-    _check_observations(pairs)
+    nll, tokens, baseline_nll, baseline_tokens = pairs_of(record, baseline, column, baseline_column)
+    _check_windows(nll, tokens, baseline_nll, baseline_tokens)
+    _check_observations([nll, baseline_nll])
 
 
-def sign_flip_p(differences: ArrayLike) -> float:
+def sign_flip_p(differences: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0) -> float:
     """How often paired differences (W,) whose signs are tossed have a mean as far from 0 as these: a two-sided permutation test.
     Raises ConfigError: fewer than 8 windows, numbers that are not finite."""
     values = np.sort(np.asarray(differences, dtype=np.float64))
     if len(values) < MIN_WINDOWS or not np.isfinite(values).all():
         raise ConfigError(f"a test needs at least {MIN_WINDOWS} windows with finite numbers; there are {len(values)}.")
-    return _sign_flip_p(values.tobytes(), RESAMPLES)
+    return _sign_flip_p(values.tobytes(), resamples, seed)
 
 
 @lru_cache(maxsize=4096)
-def _sign_flip_p(differences: bytes, resamples: int) -> float:
+def _sign_flip_p(differences: bytes, resamples: int, seed: int) -> float:
     from scipy import stats
 
     values = np.frombuffer(differences)
-    draws = {"n_resamples": resamples, "rng": np.random.default_rng(0)}
+    draws = {"n_resamples": resamples, "rng": np.random.default_rng(seed)}
     return float(stats.permutation_test((values,), np.mean, permutation_type="samples", vectorized=True, **draws).pvalue)
 
 

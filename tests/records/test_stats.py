@@ -46,10 +46,10 @@ def test_the_order_of_windows_does_not_matter_and_the_other_way_round_has_the_ot
 def test_a_95_percent_interval_covers_the_truth_about_that_often():
     rng = np.random.default_rng(3)
     truth, tokens, covered, trials = 0.05, np.full(40, 50), 0, 300
-    for _ in range(trials):
+    for trial in range(trials):
         base = 50 * rng.normal(3.0, 0.3, 40)
         nll = base + 50 * (np.log1p(truth) + rng.normal(0, 0.02, 40))
-        paired = paired_perplexity(nll, tokens, base, resamples=300)
+        paired = paired_perplexity(nll, tokens, base, resamples=300, seed=trial)
         covered += paired.relative_pct_low <= 100 * truth <= paired.relative_pct_high
     assert 0.88 <= covered / trials <= 0.99
 
@@ -93,8 +93,10 @@ def test_values_that_are_computed_together_have_the_intervals_that_they_have_alo
     assert bootstrap(lambda x: x.mean(-1), x, resamples=RESAMPLES).low == pytest.approx(x[:, 0])
 
 
-def test_what_is_drawn_does_not_depend_on_how_many_numbers_are_held_at_once(monkeypatch):
-    nll, _, _ = draw_windows(0, 12)
+def test_what_is_drawn_depends_on_the_seed_alone(monkeypatch):
+    nll, tokens, base = draw_windows(0, 12)
+    assert paired_perplexity(nll, tokens, base, seed=1) == paired_perplexity(nll, tokens, base, seed=1)
+    assert paired_perplexity(nll, tokens, base, seed=1).low != paired_perplexity(nll, tokens, base, seed=2).low
     whole = bootstrap(lambda x: x.mean(-1), nll)
     monkeypatch.setattr(stats, "_RESAMPLED_AT_A_TIME", 12 * 7)  # few numbers at a time
     assert bootstrap(lambda x: x.mean(-1), nll) == whole

@@ -235,10 +235,12 @@ class Store:
         return True
 
     # --- small files ---
-    def write_json(self, relative: str, data: Any) -> None:
+    def write_json(self, relative: str, data: Any) -> Path:
         """Write a small json file below the results folder in one rename."""
+        path = self.root / relative
         with self.writing():
-            write_atomically(self.root / relative, (json.dumps(data, indent=1) + "\n").encode(), sync=False)
+            write_atomically(path, (json.dumps(data, indent=1) + "\n").encode(), sync=False)
+        return path
 
     def write_cache(self, relative: str, data: Any) -> None:
         """`write_json` for what can be found out again: a read-only folder or a full disk stops nobody."""

@@ -107,7 +107,7 @@ def _copy(record: Record, folder: Path, parts: Collection[str]) -> dict[str, Any
         plain = name.removesuffix(PACKED)
         patterns = {pattern or "*" for file, _, pattern in (part.partition(":") for part in parts) if file == plain}
         if patterns:
-            content, rest = _content(record.path / name, patterns)
+            content, rest = _content(record, name, patterns)
             contents[plain + PACKED if plain.endswith(".safetensors") else name] = content
             left_out |= {f"{plain}:{one}" for one in rest}
         elif name != WINDOWS:
@@ -133,10 +133,8 @@ def _copy_calibrations(store: Store, records: Collection[Record], folder: Path) 
     for place in (store.root / KEPT / CALIBRATIONS, store.root / CALIBRATIONS):
         for path in sorted(place.glob("*.json")):
             content = read_json(path)
-            provenance = content["provenance"]
-            if content["percentiles"].keys() <= made_with.get(_what_was_calibrated(provenance), set()):
-                source = {**provenance["source"], "text": _name(provenance["source"]["text"])}
-                content |= {"provenance": provenance | {"source": source}}
+            if content["percentiles"].keys() <= made_with.get(_what_was_calibrated(content["provenance"]), set()):
+                content |= {"provenance": _without_folder(content["provenance"])}
                 (folder / path.name).write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
@@ -155,11 +153,15 @@ def _without_places(content: Mapping[str, Any]) -> dict[str, Any]:
     kept["config"] = config | {"results_dir": "results", "data": {"root": None}, "measure": measure}
     kept["data"] = data | {"source": _name(data["source"])}
     if calibration:
-        provenance = dict(calibration.get("provenance") or {})
-        if isinstance(source := provenance.get("source"), Mapping) and isinstance(source.get("text"), str):
-            provenance["source"] = {**source, "text": _name(source["text"])}
-        kept["calibration"] = calibration | {"text_source": _name(calibration["text_source"]), "provenance": provenance}
+        named = {"text_source": _name(calibration["text_source"]), "provenance": _without_folder(calibration["provenance"])}
+        kept["calibration"] = calibration | named
     return kept
+
+
+def _without_folder(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """The provenance of a calibration; its text by its name."""
+    source = provenance.get("source", {})
+    return {**provenance, "source": {**source, "text": _name(source["text"])}} if "text" in source else {**provenance}
 
 
 def _name(source: str) -> str:
@@ -167,15 +169,15 @@ def _name(source: str) -> str:
     return " + ".join("/".join(Path(part).parts[-2:]) if Path(part).is_absolute() else part for part in parts)
 
 
-def _content(path: Path, patterns: Collection[str]) -> tuple[bytes, list[str]]:
+def _content(record: Record, name: str, patterns: Collection[str]) -> tuple[bytes, list[str]]:
     """What is kept of a file, and the names of its columns or arrays that no pattern names."""
-    plain, packed = path.name.removesuffix(PACKED), path.suffix == PACKED
+    path, plain = record.path / name, name.removesuffix(PACKED)
     if plain == TRACE:
         return pack(path), []
     if plain.endswith(".safetensors"):
-        from safetensors.numpy import load, save
+        from safetensors.numpy import save
 
-        arrays = load(lzma.decompress(path.read_bytes()) if packed else path.read_bytes())
+        arrays = record.arrays(plain)
         chosen, rest = _chosen(sorted(arrays), patterns)
         return lzma.compress(save({name: arrays[name] for name in chosen}), preset=9), rest
     if path.suffix == ".parquet":

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -44,14 +44,25 @@ class Holder:
 
 @dataclass(frozen=True)
 class Lease:
-    """One that this process holds, made by `take`; released at the end of a `with` block."""
+    """One that this process holds, made by `take`; released at the end of a `with` block. A thread touches it until then; a child
+    process has no such thread, and so holds none of its parent's leases."""
 
     path: Path
     holder: Holder
+    _released: threading.Event = field(default_factory=threading.Event)
+
+    def beat(self) -> None:
+        """Touch it once."""
+        with suppress(OSError):  # taken away, or the server is gone for a while
+            os.utime(self.path)
+
+    def beat_until_released(self) -> None:
+        while not self._released.wait(HEARTBEAT_S):
+            self.beat()
 
     def release(self) -> None:
         """Give it up; nothing happens where it was taken away meanwhile."""
-        _heart.paths.discard(self.path)
+        self._released.set()
         if _parsed(_text(self.path)) == self.holder:
             self.path.unlink(missing_ok=True)
 
@@ -75,8 +86,9 @@ def take(path: Path) -> Lease | None:
             continue
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(json.dumps(asdict(me)))
-        _heart.start(path)
-        return Lease(path, me)
+        lease = Lease(path, me)
+        threading.Thread(target=lease.beat_until_released, name="quicksilver-lease", daemon=True).start()
+        return lease
 
 
 def wait(path: Path, waiting: Callable[[], None] = lambda: None) -> Lease:
@@ -97,7 +109,7 @@ def holder(path: Path) -> Holder | None:
 
 def is_held(path: Path) -> bool:
     """Whether a living process holds the lease of that file."""
-    return path.exists() and _abandoned(path) is None
+    return _abandoned(path) is None
 
 
 def remove_abandoned(path: Path) -> bool:
@@ -190,36 +202,3 @@ def _started(pid: int) -> str | None:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else str(process.create_time())
     return None
-
-
-class _Heart:
-    """Touches the leases of this process until they are given up."""
-
-    def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """A child holds none of its parent's leases."""
-        self.paths: set[Path] = set()
-        self._thread: threading.Thread | None = None
-
-    def start(self, path: Path) -> None:
-        self.paths.add(path)
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._beat_for_ever, name="quicksilver-leases", daemon=True)
-            self._thread.start()
-
-    def beat(self) -> None:
-        """Touch all of them once."""
-        for path in self.paths.copy():
-            with suppress(OSError):  # taken away, or the server is gone for a while
-                os.utime(path)
-
-    def _beat_for_ever(self) -> None:
-        while True:
-            time.sleep(HEARTBEAT_S)
-            self.beat()
-
-
-_heart = _Heart()
-os.register_at_fork(after_in_child=_heart.forget)

@@ -76,17 +76,15 @@ def _read(path: Path, _changed_ns: int) -> TimedProcess:
 
 def _check(result: LatencyResult) -> None:
     """Raises Mistyped where medians and ratios are not those of the samples, or a sample is no time."""
-    for phase in ("", "prompt_"):
-        names = (f"{phase}latency_ms", f"dense_{phase}latency_ms", f"{phase}latency_ratio")
-        run, dense, ratio = (getattr(result, name) for name in names)
-        if run is None and phase:
+    for phase, timing in (("", result.timing()), ("prompt_", result.timing(prompt=True))):
+        if timing is None:
             continue
-        ours, theirs = run.samples or [], dense.samples or []
+        ours, theirs = timing.run_ms.samples or [], timing.dense_ms.samples or []
         if len(ours) < 3 or len(ours) != len(theirs) or min(*ours, *theirs) <= 0:
             raise Mistyped(f"{phase}latency_ms has {len(ours)} and {len(theirs)} samples, and not three times above 0 of each")
         again = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-        if not math.isclose(again, ratio.median, rel_tol=1e-6):
-            raise Mistyped(f"{phase}latency_ratio is {ratio.median:g}, and that of its samples is {again:g}")
+        if not math.isclose(again, timing.ratio.median, rel_tol=1e-6):
+            raise Mistyped(f"{phase}latency_ratio is {timing.ratio.median:g}, and that of its samples is {again:g}")
 
 
 def shared(processes: Sequence[TimedProcess], fingerprints: Iterable[str]) -> list[TimedProcess]:

@@ -17,7 +17,7 @@ from harness_world import make_model
 from tiny import refused
 
 from quicksilver.models import loading, memory_check
-from quicksilver.models.loading import load, locate, weights_digest
+from quicksilver.models.loading import Loaded, load, locate, weights_digest
 from quicksilver.models.parallel import check_plan, load_parallel
 from quicksilver.models.spec import ModelConfig
 from quicksilver.modules import Halting
@@ -40,18 +40,23 @@ def at(path: Path | str, **more) -> ModelConfig:
     return ModelConfig(name="mine", path=str(path), **more)
 
 
+def loaded(path: Path, **more) -> Loaded:
+    config = at(path, **more)
+    return load(config, locate(config))
+
+
 def change_config(folder: Path, **changes) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def test_a_folder_is_loaded_frozen_in_the_dtype_asked_for(folder):
-    loaded = load(at(folder, dtype="bfloat16"), locate(at(folder)))
-    assert loaded.model.dtype == torch.bfloat16
-    assert not loaded.model.training
-    assert not any(p.requires_grad for p in loaded.model.parameters())
-    assert loaded.tokenizer("ab")["input_ids"] != []
-    assert loaded.files.source == f"folder:{folder}"
+    found = loaded(folder, dtype="bfloat16")
+    assert found.model.dtype == torch.bfloat16
+    assert not found.model.training
+    assert not any(p.requires_grad for p in found.model.parameters())
+    assert found.tokenizer("ab")["input_ids"] != []
+    assert found.files.source == f"folder:{folder}"
     # A name of the hub is served by a folder below data.root.
     for config in (ModelConfig(name="model", path="someone/model"), at("data:model")):
         assert locate(config, folder.parent).folder == folder
@@ -111,22 +116,22 @@ def test_a_family_without_an_adapter_names_those_there_are(folder):
     sizes = {"hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "word_embed_proj_dim": 16}
     OPTForCausalLM(OPTConfig(vocab_size=257, **sizes)).save_pretrained(folder)
     with refused("gpt2", UnsupportedModelError):
-        load(at(folder), locate(at(folder)))
+        loaded(folder)
 
 
 def test_code_in_a_folder_is_never_run(folder, tmp_path):
     change_config(folder, model_type="mine", architectures=["Mine"], auto_map={"AutoModelForCausalLM": "evil.Mine"})
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     with refused("cannot be loaded|no tokenizer"):
-        load(at(folder), locate(at(folder)))
+        loaded(folder)
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_a_device_that_is_not_there_is_named(folder):
     with refused("no CUDA device.*device_map=cpu"):
-        load(at(folder, device_map="cuda:0"), locate(at(folder)))
-    assert load(at(folder, device_map="auto"), locate(at(folder))).model.device.type == "cpu"
+        loaded(folder, device_map="cuda:0")
+    assert loaded(folder, device_map="auto").model.device.type == "cpu"
 
 
 def test_the_digest_is_of_contents_not_of_places_or_prose_and_files_are_read_once(folder, tmp_path, monkeypatch):
@@ -151,14 +156,9 @@ def test_the_digest_is_of_contents_not_of_places_or_prose_and_files_are_read_onc
         assert weights_digest(folder, remembered) != digest
 
 
-def loaded(original, device_map):
-    config = at(original, device_map=device_map)
-    return load(config, locate(config)).model
-
-
 @pytest.fixture(scope="module")
 def plain(original):
-    return loaded(original, "cpu")
+    return loaded(original).model
 
 
 def test_a_model_larger_than_memory_and_disk_is_refused_before_it_is_loaded(original, plain, monkeypatch):
@@ -168,10 +168,10 @@ def test_a_model_larger_than_memory_and_disk_is_refused_before_it_is_loaded(orig
     monkeypatch.setattr(memory_check.shutil, "disk_usage", lambda _: free)
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
     with refused("model=mine: its weights are .* free on disk. Take a smaller model"):
-        loaded(original, "auto")
+        loaded(original, device_map="auto")
     monkeypatch.setattr(memory_check, "host_memory_bytes", lambda: needed - 1)
     with refused("model=mine: its weights are .* model.device_map=auto leaves on disk"):
-        loaded(original, "cpu")
+        loaded(original)
     free.free = 100
     memory_check.check_room(needed, "tiny", original)
 
@@ -202,13 +202,13 @@ def test_a_broken_installation_is_not_blamed_on_the_model_s_files(original, monk
     broken = Mock(side_effect=ModuleNotFoundError("Could not import module 'GPT2LMHeadModel'."))
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", broken)
     with refused("Could not import.*this installation is: `quicksilver doctor`"):
-        loading.load(ModelConfig("tiny", str(original)), loading.ModelFiles(original, "folder"))
+        loaded(original)
 
 
 def test_what_memory_does_not_hold_stays_on_disk(original, plain, monkeypatch):
     needed = memory_check.weights_bytes(original, 4)
     monkeypatch.setattr(memory_check, "free_memory_bytes", lambda: int(0.6 * needed / 0.8))
-    model = loaded(original, "auto")
+    model = loaded(original, device_map="auto").model
     elsewhere = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     assert elsewhere
     assert "disk" in model.hf_device_map.values()

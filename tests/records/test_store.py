@@ -54,10 +54,7 @@ def content(name: str = "a run", ppl: float = 2.0, **more) -> dict:
 
 def make_record(store: Store, name: str = "a run", **more):
     written = content(name, **more)
-    with store.draft(written["fingerprint"]) as draft:
-        draft.event("started")
-        draft.write("windows.parquet", frame_of(written["ppl"]).to_parquet)
-        return store.publish(draft, written)
+    return fakes.publish(store.root, written, frame_of(written["ppl"]))
 
 
 def hidden(store: Store) -> list[str]:
@@ -76,8 +73,7 @@ def test_a_record_is_read_back_as_it_was_written_and_what_was_not_measured_is_na
     assert record == made
     assert record.measured("ours", Ours) == Ours(1.5, [1.0, 2.0])
     assert list(record.windows["nll_nats"]) == [math.log(2), 5 * math.log(2)]
-    assert sorted(p.name for p in record.path.iterdir()) == ["events.jsonl", "record.json", "windows.parquet"]
-    assert fakes.events(record) == ["started"]
+    assert sorted(p.name for p in record.path.iterdir()) == ["record.json", "windows.parquet"]
     assert record.trace_path is None
     assert hidden(store) == []
     for name, result in (("theirs", Ours), ("latency", LatencyResult)):  # of its own section, and of the top
@@ -140,15 +136,20 @@ def kill(process) -> None:
     process.join(30)
 
 
-def killed_writer(root: Path, ready) -> None:
-    with Store(root).draft(PRINT) as draft:
-        draft.event("started")
+def on_host(name: str) -> None:
+    """From here on this process is one of another machine: its process numbers mean nothing here, and flock would not be seen."""
+    lease.host_name = lambda: name
+
+
+def drafting(root: Path, ready, host: str = lease.host_name()) -> None:
+    on_host(host)
+    with Store(root).turn(PRINT), Store(root).draft(PRINT):
         ready.set()
         signal.pause()
 
 
 def test_what_a_killed_run_left_is_cleaned_and_what_a_living_one_writes_is_not(store):
-    with forked(killed_writer, store.root) as writer, store.draft("beef" * 5) as mine:
+    with forked(drafting, store.root) as writer, store.draft("beef" * 5) as mine:
         assert store.clean() == []  # both are alive
         kill(writer)
         assert [name.split("-")[0] for name in store.clean()] == [PRINT]
@@ -324,11 +325,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "a run.lock"
 
 
-def on_host(name: str) -> None:
-    """From here on this process is one of another machine: its process numbers mean nothing here, and flock would not be seen."""
-    lease.host_name = lambda: name
-
-
 def silent_for(path: Path, seconds: float) -> None:
     """As after so long without a heartbeat."""
     moment = time.time() - seconds
@@ -348,9 +344,8 @@ def test_one_holds_it_until_it_is_given_up(path):
     assert lease.take(path) is not None
 
 
-def holding(path: Path, ready, host: str | None = None) -> None:
-    if host is not None:
-        on_host(host)
+def holding(path: Path, ready, host: str = lease.host_name()) -> None:
+    on_host(host)
     assert lease.take(path) is not None
     ready.set()
     signal.pause()
@@ -377,7 +372,7 @@ def test_of_another_machine_only_silence_tells(path):
 def test_a_heartbeat_keeps_it(path):
     held = lease.take(path)
     silent_for(path, lease.LEASE_S + 5)
-    lease._heart.beat()
+    held.beat()
     on_another = lease._machine
     try:
         lease._machine = lambda: "node-2"
@@ -413,25 +408,15 @@ def test_what_was_taken_between_a_look_and_the_removal_goes_back(path, monkeypat
 
 
 # --- the store of two machines -----------------------------------------------------------------------------------------------------
-FINGERPRINT = "beef" * 5
-
-
-def drafting(root: Path, ready, host: str) -> None:
-    on_host(host)
-    with Store(root).turn(FINGERPRINT), Store(root).draft(FINGERPRINT):
-        ready.set()
-        signal.pause()
-
-
 def test_a_draft_of_another_machine_stays_as_long_as_it_is_touched(tmp_path):
     store = Store(tmp_path)
     with forked(drafting, tmp_path, "node-2"):
         assert store.clean() == []
-        assert {name: who.host for name, who in store.in_the_making().items()} == {FINGERPRINT: "node-2"}
+        assert {name: who.host for name, who in store.in_the_making().items()} == {PRINT: "node-2"}
     assert store.clean() == []  # dead, which nobody here can know yet
     for left in (*store.drafts.glob("*.lease"), *tmp_path.glob("locks/*.lock")):
         silent_for(left, lease.LEASE_S + 5)
     assert len(store.clean()) == 1
     assert store.in_the_making() == {}
-    with store.turn(FINGERPRINT, waiting=lambda: pytest.fail("a dead machine's turn is waited for")):
+    with store.turn(PRINT, waiting=lambda: pytest.fail("a dead machine's turn is waited for")):
         pass

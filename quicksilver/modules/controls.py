@@ -440,10 +440,10 @@ def perfect_exit(
         predicted = torch.stack([arch.logits(row).argmax(-1).cpu() for row in dense.hidden_states[layer + 1]])
         halt_layer = halt_layer.masked_fill(valid & (predicted == final), layer)
     passes, first = [], 0
-    for part in zip(*(whole.split(pass_tokens, dim=1) for whole in (valid, slots, halt_layer)), strict=True):
-        state = PassState(*part[:2], arch.n_layers)
-        state.halt_layer = part[2]
-        state.halted_kv = state.halted_kv.masked_fill(part[2] < last, MISSING_KV.index(missing_kv))
+    for real, at, halted in zip(*(whole.split(pass_tokens, dim=1) for whole in (valid, slots, halt_layer)), strict=True):
+        state = PassState(real, at, arch.n_layers)
+        state.halt_layer = halted
+        state.halted_kv = state.halted_kv.masked_fill(halted < last, MISSING_KV.index(missing_kv))
         passes.append(PassTrace.of(state, first))
-        first += part[0].shape[1]
+        first += real.shape[1]
     return Trace(arch.n_layers, passes)

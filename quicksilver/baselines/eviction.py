@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -48,7 +47,7 @@ class HeavyHitter(EvictionPolicy):
         old = view.present & (view.slots < view.n_seen - self.recent)
         received = slot_draw(self.seed, view.layer, view.slots) if self.criterion == "random" else view.attention
         assert received is not None
-        return lowest(received.masked_fill(~old, math.inf), old, surplus.clamp(min=0))
+        return lowest(received, old, surplus)
 
 
 @dataclass(kw_only=True)

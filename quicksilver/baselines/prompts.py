@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 
+from quicksilver.modules.checks import share_of
 from quicksilver.modules.signals import lowest, slot_draw
 from quicksilver.runtime import Architecture, ConfigError, Transform
 from quicksilver.runtime.options import Count, Positive, check_count, check_number
+from quicksilver.runtime.placement import replaced
 
 
 @dataclass(kw_only=True)
@@ -34,15 +36,9 @@ class PromptLookup(Transform):
     ngram: Positive = 2
     changes_weights: ClassVar[bool] = False
 
-    @contextmanager
-    def applied(self, architecture: Architecture) -> Iterator[None]:
+    def applied(self, architecture: Architecture) -> AbstractContextManager[None]:
         config = architecture.model.generation_config
-        wanted = {"prompt_lookup_num_tokens": self.tokens, "max_matching_ngram_size": self.ngram}
-        with ExitStack() as stack:
-            for name, value in wanted.items():
-                stack.callback(setattr, config, name, getattr(config, name, None))
-                setattr(config, name, value)
-            yield
+        return replaced(config, prompt_lookup_num_tokens=self.tokens, max_matching_ngram_size=self.ngram)
 
 
 @dataclass(kw_only=True)
@@ -88,7 +84,7 @@ class PromptTruncation(Transform):
                 raise ConfigError(f"keep={self.keep} is more than the prompt's {int(n.max())} tokens: give fewer, or a share.")
             m = n.clamp(max=self.keep)
         else:
-            m = (n * self.keep + 0.5).floor().long().clamp(min=1)
+            m = share_of(n, self.keep).clamp(min=1)
         if self.which == "random":
             last = valid & (slots == n - 1)
             return last | lowest(slot_draw(self.seed, 0, slots, input_ids), valid & ~last, m - 1)
@@ -99,9 +95,8 @@ class PromptTruncation(Transform):
     def applied(self, architecture: Architecture) -> Iterator[None]:
         base = architecture.base
         cut = _Cut(self, inspect.signature(base.forward))
-        with ExitStack() as stack:
-            stack.enter_context(base.register_forward_pre_hook(cut.before, with_kwargs=True))
-            stack.enter_context(base.register_forward_hook(cut.after))
+        before, after = base.register_forward_pre_hook(cut.before, with_kwargs=True), base.register_forward_hook(cut.after)
+        with before, after:
             yield
 
 

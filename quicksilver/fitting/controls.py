@@ -25,9 +25,8 @@ from quicksilver.runtime.pass_state import TokenState
 from quicksilver.runtime.translation import KVTranslator
 from quicksilver.runtime.view import LayerView
 
+
 # -- maps that know less -------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(kw_only=True)
 class FittedPrediction(PresetHalting, Fitted):
     """`PresetHalting` with a map that is fitted by ridge regression on the calibration text of the run.
@@ -71,7 +70,7 @@ class FittedPrediction(PresetHalting, Fitted):
         architecture = architecture_of(model)
         source = self._schedule(architecture).predict_before
         control = None if self.control == "none" else self.control
-        self._map = fit_translators(architecture, FitText.of(windows), [source], control=control, batch_size=batch_size)[source]
+        self._map = fit_translators(architecture, FitText(windows, {}), [source], control=control, batch_size=batch_size)[source]
 
     def chosen(self, architecture: Architecture) -> tuple[Schedule, str | Path | BoundTranslator]:
         if self.missing_kv != "predict":
@@ -96,8 +95,6 @@ def static_schedule(architecture: Architecture, save: float, prompt_tokens: int 
 
 
 # -- a ceiling of early exit ---------------------------------------------------------------------------------------------------------
-
-
 WINDOW = (0.25, 0.75)  # of the depth: layers before which tokens may leave
 
 
@@ -157,16 +154,13 @@ class OracleExit(TokenPolicy, Fitted):
     protect_first: Count = 4
     lookahead: bool = False
     priority: ClassVar[int] = 10
+    causal = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._exit: Exit | None = None
         self._map: Translator | None = None
         self._digest: str | None = None
-
-    @property
-    def causal(self) -> bool:
-        return False
 
     @property
     def fitted(self) -> bool:
@@ -210,7 +204,7 @@ class OracleExit(TokenPolicy, Fitted):
         self._exit = min(exits, key=lambda one: one.kl_nats)
         if self.missing_kv == "predict":
             before = self._exit.before
-            self._map = fit_translators(arch, FitText.of(windows), [before], batch_size=batch_size)[before]
+            self._map = fit_translators(arch, FitText(windows, {}), [before], batch_size=batch_size)[before]
         self._digest = model_digest(model)
 
     def bind(self, architecture: Architecture) -> None:
@@ -284,8 +278,7 @@ def _exit_heads(
         for layer, one in sums.items():
             own = states[layer][:, protect_first:].flatten(0, 1).float()
             one.add_targets(one.add(own), last - own)
-    tokens = windows.shape[0] * max(0, windows.shape[1] - protect_first)
-    return {layer: one.solution(tokens, RIDGE, f"entering layer {layer}").float() for layer, one in sums.items()}
+    return {layer: one.solution(RIDGE, f"entering layer {layer}").float() for layer, one in sums.items()}
 
 
 def share_that_saves(arch: Architecture, before: int, save: float, n_tokens: int) -> float | None:

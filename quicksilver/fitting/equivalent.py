@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from quicksilver.runtime.architecture import architecture_of
 from quicksilver.runtime.block_attention import attention_function, register, sdpa
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.placement import replaced
 from quicksilver.runtime.translation import KVTranslator, PredictedKV
 
 _NAME = "quicksilver_keep"
@@ -57,7 +58,7 @@ class KeepMask:
     kept: list[torch.Tensor | None] = field(default_factory=list)
 
 
-_MASK: ContextVar[KeepMask | None] = ContextVar("keep_mask", default=None)  # of the forward under way
+_MASK: ContextVar[KeepMask] = ContextVar("keep_mask")  # of the forward under way
 
 
 @contextmanager
@@ -121,12 +122,7 @@ def equivalent_forward(
     with ExitStack() as stack:
         stack.callback(_MASK.reset, _MASK.set(mask))
         for index, layer in enumerate(arch.layers):
-            before = layer.__dict__.get("forward")
-            if before is None:
-                stack.callback(layer.__dict__.pop, "forward", None)
-            else:
-                stack.callback(setattr, layer, "forward", before)
-            layer.forward = wrap(index, layer.forward)
+            stack.enter_context(replaced(layer, forward=wrap(index, layer.forward)))
         stack.enter_context(attention_function(model, _NAME))
         yield mask
 
@@ -143,12 +139,11 @@ def _attend(
     which is there where m = 0, too, comes from `_slope`."""
     mask = _MASK.get()
     # The first gate that halts a token says what is seen.
-    for g, (keys, values) in reversed(mask.predicted if mask is not None else []):
+    for g, (keys, values) in reversed(mask.predicted):
         own = g[:, None, :, None]
         key, value = own * key + (1 - own) * keys, own * value + (1 - own) * values
-    if mask is None or mask.in_attention is None:
+    if (m := mask.in_attention) is None:
         return sdpa(module, query, key, value, attention_mask, **options)
-    m = mask.in_attention
     scores = _visible(module, query, key, attention_mask) + m.detach().clamp(min=0).log()[:, None, None, :].to(query.dtype)
     nobody = (scores == -torch.inf).all(-1, keepdim=True)  # (B, 1, M, 1)
     attended, _ = sdpa(module, query, key, value, scores.masked_fill(nobody, 0.0), **options)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -29,10 +29,9 @@ from quicksilver.modules.fitted import Lens, ModelShape, Translator, model_diges
 from quicksilver.modules.linear_mlp import MLPMaps, Neurons
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
+from quicksilver.runtime.options import check_choice
 
 # -- text --------------------------------------------------------------------------------------------------------------------------
-
-
 Half = Literal["fit", "choose"]
 HALVES: tuple[str, ...] = ("fit", "choose")  # even windows, odd windows
 
@@ -48,11 +47,6 @@ class FitText:
 
     ids: torch.Tensor
     provenance: dict[str, Any]
-
-    @classmethod
-    def of(cls, windows: torch.Tensor) -> FitText:
-        """Windows (W, N) that a run calibrates on."""
-        return cls(windows, {"windows": len(windows), "digest": cls(windows, {}).digest})
 
     @property
     def digest(self) -> str:
@@ -110,8 +104,6 @@ def fit_text(
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------------------
-
-
 TOKENS_PER_COEFFICIENT = 10
 RIDGE = 3e-3  # of the mean of the diagonal of XᵀX
 CONTROLS = ("shuffled", "mean")
@@ -138,16 +130,10 @@ class Sums:
         """Of X (T, 1 + D) and Y (T, c), the columns of `xy` from `first` on."""
         self.xy[:, first : first + y.shape[1]] += (x.T @ y).cpu().double()
 
-    def solution(self, tokens: int, ridge: float, states: str) -> torch.Tensor:
-        """(XᵀX + λI)⁻¹ XᵀY, λ = `ridge` × the mean of the diagonal: (R, C) float64.
-
-        Args:
-            tokens: of the text. states: what X is of, for messages.
-
-        Raises:
-            ConfigError: fewer than ten tokens a coefficient, sums that are not finite.
-        """
-        rows = len(self.xx)
+    def solution(self, ridge: float, states: str) -> torch.Tensor:
+        """(XᵀX + λI)⁻¹ XᵀY, λ = `ridge` × the mean of the diagonal: (R, C) float64. states: what X is of, for messages. Raises
+        ConfigError: fewer than ten tokens a coefficient, sums that are not finite."""
+        rows, tokens = len(self.xx), round(float(self.xx[0, 0]))
         if tokens < (least := TOKENS_PER_COEFFICIENT * rows):
             raise ConfigError(f"{tokens} tokens are too few to fit {rows} coefficients a column: give at least {least}.")
         if not bool(torch.isfinite(self.xx).all() and torch.isfinite(self.xy).all()):
@@ -170,8 +156,6 @@ def entering(architecture: Architecture, meet: Callable[[int, torch.Tensor], Non
 
 
 # -- translators -------------------------------------------------------------------------------------------------------------------
-
-
 SAVED_EVERY_S = 20.0
 
 
@@ -206,8 +190,8 @@ def fit_translators(
         ConfigError: a source layer that the model lacks, an unknown control, a ridge that is no positive number, too little text.
     """
     arch = architecture
-    if control is not None and control not in CONTROLS:
-        raise ConfigError(f"control={control!r} is not one of {', '.join(CONTROLS)}.")
+    if control is not None:
+        check_choice("control", control, CONTROLS)
     if not 0 < ridge < float("inf"):
         raise ConfigError(f"ridge={ridge!r} must be a number above 0, such as 0.003.")
     check_source_layers(arch, source_layers)
@@ -222,11 +206,10 @@ def fit_translators(
         if time.monotonic() - saved_s > SAVED_EVERY_S:
             file.save(windows=done, sums={layer: [one.xx, one.xy] for layer, one in sums.items()})
             saved_s = time.monotonic()
-    tokens = text.ids.numel()
     said = text.said(ridge) | {"control": control}
     shape, found = ModelShape.of(arch), {}
     for layer, one in sums.items():
-        weight = one.solution(tokens, ridge, f"entering layer {layer}")
+        weight = one.solution(ridge, f"entering layer {layer}")
         values = torch.linalg.eigvalsh(one.xx)
         if (rank := int((values > 1e-7 * values[-1]).sum())) < arch.width // 2:
             spans = f"{rank} of {1 + arch.width} directions of the states entering layer {layer}"
@@ -284,7 +267,7 @@ def fit_mlp_maps(
     arch = architecture
     if wrong := [layer for layer in layers if not 1 <= layer < arch.n_layers]:
         raise ConfigError(f"mlp={list(layers)}: layer {wrong[0]} has no map: give layers from 1 to {arch.n_layers - 1}.")
-    asked, tokens = sorted(set(layers)), text.ids.numel()
+    asked = sorted(set(layers))
     most = arch.mlp_writer(asked[0]).shape[0] if neurons else 0
     if neurons > most:
         raise ConfigError(f"neurons={neurons}: an MLP of {arch.config.model_type} has {most} here. Give at most as many.")
@@ -302,7 +285,7 @@ def fit_mlp_maps(
                 arch.base(input_ids=batch.to(arch.model.device), use_cache=False)
 
     def solved(layer: int) -> torch.Tensor:
-        return sums[layer].solution(tokens, ridge, f"in the MLP of layer {layer}")
+        return sums[layer].solution(ridge, f"in the MLP of layer {layer}")
 
     kept: dict[int, list[int]] = {}
     if neurons:
@@ -336,10 +319,9 @@ def fit_mlp_maps(
 
 def _resumed(file: TrainingFile, sums: Mapping[int, Sums]) -> int:
     """Take up the sums of the same fit; returns the windows that they are of, 0 where there are none, or they are of something else or torn."""
-    try:
+    found = None
+    with suppress(ConfigError):
         found = file.load()
-    except ConfigError:
-        return 0
     if found is None:
         return 0
     for layer, (xx, xy) in found["sums"].items():
@@ -348,8 +330,6 @@ def _resumed(file: TrainingFile, sums: Mapping[int, Sums]) -> int:
 
 
 # -- lenses ------------------------------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def fit_lens(
     architecture: Architecture, text: FitText, *, ridge: float = RIDGE, batch_size: int = 4, progress: Progress = iter
@@ -363,32 +343,27 @@ def fit_lens(
     Raises:
         ConfigError: too little text, or states that are not finite.
     """
-    arch, tokens = architecture, text.ids.numel()
+    arch = architecture
     sums = [Sums(arch.width, arch.width) for _ in range(arch.n_layers - 1)]
     states: list[torch.Tensor] = []
 
     def meet(layer: int, hidden: torch.Tensor) -> None:
-        if 0 < layer < arch.n_layers:  # what enters a layer has left the one before
+        if layer == arch.n_layers:
+            target = arch.final_norm.forward(hidden).flatten(0, 1).float()  # not by a call, which would meet this again
+            for one, state in zip(sums, states, strict=True):
+                one.add_targets(state, target)
+            states.clear()
+        elif layer:  # what enters a layer has left the one before
             states.append(sums[layer - 1].add(arch.normalised_input(layer - 1, hidden).flatten(0, 1)))
 
-    def end(module: Any, args: Any, output: torch.Tensor) -> None:
-        for one, state in zip(sums, states, strict=True):
-            one.add_targets(state, output.flatten(0, 1).float())
-        states.clear()
-
-    with ExitStack() as stack:
-        stack.enter_context(entering(arch, meet))
-        stack.callback(arch.final_norm.register_forward_hook(end).remove)
+    with entering(arch, meet):
         for batch in progress(text.ids.split(batch_size)):
             arch.base(input_ids=batch.to(arch.model.device), use_cache=False)
-    weight = torch.stack([one.solution(tokens, ridge, "of the model") for one in sums]).float()
-    said = {**text.provenance, "digest": text.digest, "ridge": ridge, "tokens": tokens}
-    return Lens(weight, model_digest(arch.model), said)
+    weight = torch.stack([one.solution(ridge, "of the model") for one in sums]).float()
+    return Lens(weight, model_digest(arch.model), text.said(ridge))
 
 
 # -- what it took ------------------------------------------------------------------------------------------------------------------
-
-
 T = TypeVar("T")
 
 

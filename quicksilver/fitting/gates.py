@@ -18,7 +18,7 @@ from torch import nn
 from quicksilver.fitting.equivalent import equivalent_forward
 from quicksilver.fitting.schedules import KLToDense, drawn_order, kl_nats, layers_work, work_saved_pct
 from quicksilver.fitting.training import Steps, TrainingFile, descend, warm_cosine
-from quicksilver.modules.fitted import EMBEDDED, BoundTranslator, model_digest, translator_for
+from quicksilver.modules.fitted import EMBEDDED, model_digest, translator_for
 from quicksilver.modules.learned_halting import PLACE_FEATURES, LearnedHalting, TrainedGates, gate_logits
 from quicksilver.runtime.architecture import Architecture
 from quicksilver.runtime.errors import ConfigError
@@ -26,8 +26,6 @@ from quicksilver.runtime.ledger import LayerWork
 from quicksilver.runtime.run import apply
 
 # -- gates -------------------------------------------------------------------------------------------------------------------------
-
-
 OPEN = 1.0  # b before training: p = 0.73, nobody halts
 Parts = dict[str, torch.Tensor]  # of gates, by name
 
@@ -104,8 +102,6 @@ def straight_through(p: torch.Tensor) -> torch.Tensor:
 
 
 # -- their training ----------------------------------------------------------------------------------------------------------------
-
-
 FEW_FASTER = 5.0  # than the rate of w, whose D numbers act together
 ALL_PREDICTED = -1.0  # b of a gate that predicts, before training: p = 0.27
 
@@ -152,7 +148,7 @@ class GateRecipe:
         if not 0 < self.saves_pct < 100:
             raise ConfigError(f"saves_pct={self.saves_pct} must lie between 0 and 100.")
         behind = self.layers[len(self.layers) - len(self.predicts) :]
-        if tuple(self.predicts) != behind:
+        if self.predicts != behind:
             given = f"predicts={list(self.predicts)} of layers={list(self.layers)}"
             last = f"so give the last of the layers, such as {list(self.layers[-1:])}"
             raise ConfigError(f"{given}: tokens are dropped first and predicted later, {last}.")
@@ -240,21 +236,19 @@ def train_gates(
     """
     if ids.ndim != 2 or ids.shape[1] <= recipe.prompt_tokens + 1 or not len(ids):
         raise ConfigError(f"Windows of shape {tuple(ids.shape)}: give some, longer than {recipe.prompt_tokens + 1} tokens.")
-    gates = HaltingGates(architecture.width, recipe.layers, prompt_tokens=recipe.prompt_tokens)
-    gates.trained(architecture, predicts=tuple(recipe.predicts))  # refuses layers that save nothing
+    trainer = _Trainer(architecture, ids, recipe)
     if recipe.saves_pct >= (most := most_saved_pct(architecture, recipe)):
         why = f"with a first gate after layer {recipe.layers[0]} at most {most:.3g}% is saved"
         raise ConfigError(f"saves_pct={recipe.saves_pct:g} cannot be met: {why}.")
-    predicting = {layer: translator_for(architecture, EMBEDDED, layer + 1) for layer in recipe.predicts}
-    trainer = _Trainer(architecture, ids, recipe, gates, predicting)
     sizes = [len(ids), int(ids.sum())]
     file = TrainingFile(checkpoint, {"recipe": asdict(recipe), "width": architecture.width, "windows": sizes})
-    first = trainer.resume(file.load())
+    gates, first = trainer.gates, trainer.resume(file.load())
     if not first:
         # From near the budget: what is learned is whom to halt, not how many.
         start, _ = _nearest(architecture, trainer.made(gates.state_dict()), ids[:2], recipe, 9)
         gates.bias.data.copy_(start.bias)
-        trainer.begin()
+        trainer.start = {name: part.clone() for name, part in gates.state_dict().items()}
+        trainer.averaged = {name: torch.zeros_like(part) for name, part in trainer.start.items()}
     was = {name: p.requires_grad for name, p in architecture.model.named_parameters()}
     architecture.model.requires_grad_(False)
     try:
@@ -273,15 +267,11 @@ def train_gates(
 class _Trainer:
     """The loss of a step, and what follows it."""
 
-    def __init__(
-        self,
-        architecture: Architecture,
-        ids: torch.Tensor,
-        recipe: GateRecipe,
-        gates: HaltingGates,
-        predicting: Mapping[int, BoundTranslator],
-    ) -> None:
-        self.arch, self.ids, self.recipe, self.gates, self.predicting = architecture, ids, recipe, gates, predicting
+    def __init__(self, architecture: Architecture, ids: torch.Tensor, recipe: GateRecipe) -> None:
+        self.arch, self.ids, self.recipe = architecture, ids, recipe
+        gates = self.gates = HaltingGates(architecture.width, recipe.layers, prompt_tokens=recipe.prompt_tokens)
+        self.made(gates.state_dict())  # refuses layers that save nothing
+        self.predicting = {layer: translator_for(architecture, EMBEDDED, layer + 1) for layer in recipe.predicts}
         self.strength = recipe.strength
         self.curve: list[dict[str, float]] = []
         generator = torch.Generator().manual_seed(recipe.seed)
@@ -303,11 +293,6 @@ class _Trainer:
         self.may_halt[:, recipe.protect_first : recipe.prompt_tokens - recipe.protect_last] = 1.0
         self._dense: dict[int, torch.Tensor] = {}
 
-    def begin(self) -> None:
-        """What stands now is the start."""
-        self.start = {name: part.clone() for name, part in self.gates.state_dict().items()}
-        self.averaged = {name: torch.zeros_like(part) for name, part in self.start.items()}
-
     def state(self) -> dict[str, Any]:
         """What a resumed training needs."""
         parts = {"gates": self.gates.state_dict(), "start": self.start, "averaged": self.averaged}
@@ -325,7 +310,7 @@ class _Trainer:
 
     def made(self, parts: Parts) -> TrainedGates:
         """Gates of these weights."""
-        return self.gates.trained(self.arch, parts, predicts=tuple(self.recipe.predicts))
+        return self.gates.trained(self.arch, parts, predicts=self.recipe.predicts)
 
     def loss_of(self, step: int) -> torch.Tensor:
         recipe, prompt = self.recipe, slice(0, self.recipe.prompt_tokens)
@@ -378,8 +363,6 @@ class _Trainer:
 
 
 # -- at the budget, on other text ----------------------------------------------------------------------------------------------------
-
-
 def choose(
     architecture: Architecture, candidates: Mapping[str, TrainedGates], ids: torch.Tensor, recipe: GateRecipe
 ) -> ChosenGates:

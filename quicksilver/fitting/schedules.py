@@ -22,9 +22,8 @@ from quicksilver.runtime.ledger import LayerWork, head_flops
 from quicksilver.runtime.module import RuntimeModule
 from quicksilver.runtime.run import apply
 
+
 # -- what a model says after a prompt, and what that costs ---------------------------------------------------------------------------
-
-
 def continuation_log_probs(model: Any, ids: torch.Tensor, prompt_tokens: int) -> torch.Tensor:
     """Log-probabilities of what follows a prompt, teacher-forced, given the cache that the prompt left: ids (B, N) -> (B, N − P, V)."""
     ids = ids.to(model.device)
@@ -110,8 +109,6 @@ class KLToDense:
 
 
 # -- choosing ----------------------------------------------------------------------------------------------------------------------
-
-
 DROP_DEPTH = 3 / 16  # of the layers, before which old tokens are dropped
 TILE = 32  # tokens: attention kernels and matrix units take as long for a part of one as for all of it
 PROTECT_LAST = (12, 28, 60, 92)  # with the first 4: half a tile, or one to three
@@ -222,8 +219,6 @@ def search(
 
 
 # -- training a translator for them ------------------------------------------------------------------------------------------------
-
-
 PROMPT_SHARES = (1.0, 0.5, 0.75, 0.25)  # of the asked prompt, in turn: maps of absolute positions have to see all of them
 
 

@@ -18,6 +18,7 @@ from quicksilver.modules.kernels import exchange
 from quicksilver.runtime import Architecture, ConfigError, Transform, architecture_of
 from quicksilver.runtime.architecture import linears_of
 from quicksilver.runtime.options import Share
+from quicksilver.runtime.placement import replaced
 from quicksilver.runtime.quantized import kernels
 
 # Energies of products are filed by their binary logarithm, 64 bins an octave, from 2^-80 to 2^48.
@@ -220,8 +221,7 @@ def rotated(architecture: Architecture, rotation: torch.Tensor) -> Iterator[None
         for embedding in architecture.embeddings:
             put(embedding, "weight", written(_parameter(embedding, "weight").double()))
         for norm, _ in norms:
-            norm.forward = MethodType(_divided, norm)
-            stack.callback(norm.__dict__.pop, "forward")
+            stack.enter_context(replaced(norm, forward=MethodType(_divided, norm)))
         yield
 
 

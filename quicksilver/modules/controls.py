@@ -8,17 +8,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
 
 from quicksilver.modules.checks import active_first, check_known_ids, own_columns
 from quicksilver.modules.halting import HaltingPolicy, fill_up
 from quicksilver.modules.signals import Random, lowest
-from quicksilver.runtime import Architecture, CacheView, ConfigError, KVTranslator, LayerView, MLPMap, RuntimeModule, Span, apply
+from quicksilver.runtime import Architecture, CacheView, ConfigError, KVTranslator, LayerView, MLPMap, RuntimeModule, Span
+from quicksilver.runtime.architecture import architecture_of
 from quicksilver.runtime.module import EvictionPolicy, MergePolicy, PrecisionExecutor, SpanPolicy, TokenPolicy
 from quicksilver.runtime.options import Count, Fractions, Share, between, check_choice, check_count, check_token_ids
-from quicksilver.runtime.pass_state import MISSING_KV, Fusion, MissingKV, MLPMapping, Precision, TokenState
+from quicksilver.runtime.pass_state import MISSING_KV, Fusion, MissingKV, PassState, TokenState
 from quicksilver.runtime.trace import PassTrace, Trace
 
 if TYPE_CHECKING:
@@ -372,12 +373,7 @@ def shuffled(trace: Trace, seed: int, protect_first: int = 4, protect_last: int 
         taken = torch.empty_like(source).scatter(1, target, source)  # (B, N): from which token each has its decisions
         if p.fusions:
             taken = _last_goes_on(p, free, taken)
-
-        names = ("halt_layer", "halted_kv", "resume_layer", "kv_layer", "fused_layer")
-        moved: dict[str, Any] = {name: getattr(p, name).gather(1, taken) for name in names}
-        moved["precisions"] = tuple(Precision(event.layer, event.bits.gather(1, taken)) for event in p.precisions)
-        moved["mappings"] = tuple(MLPMapping(event.layer, event.tokens.gather(1, taken)) for event in p.mappings)
-        passes.append(_fused_again(dataclasses.replace(p, **moved)))
+        passes.append(_fused_again(p.mapped(partial(torch.gather, dim=1, index=taken))))
     return Trace(trace.n_layers, passes)
 
 
@@ -408,21 +404,6 @@ def _fused_again(p: PassTrace) -> PassTrace:
 
 
 # -- the oracle --------------------------------------------------------------------------------------------------------------------
-@dataclass
-class _LensPrediction(TokenPolicy):
-    """Decides nothing: notes by layer which columns of the pass the logit lens predicts what for: (index, predicted), (B, M)."""
-
-    noted: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-
-    def decide(self, view: LayerView, tokens: TokenState) -> None:
-        predicted = torch.full_like(view.index, -1)
-        for row in range(view.slots.shape[0]):  # row by row: the logits of a whole batch are gigabytes
-            mask = torch.zeros_like(tokens.active)
-            mask[row] = tokens.active[row]
-            predicted[mask] = view.logits(mask).argmax(-1)
-        self.noted[view.layer] = view.index, predicted
-
-
 @torch.inference_mode()
 def perfect_exit(
     model: PreTrainedModel,
@@ -448,20 +429,21 @@ def perfect_exit(
     pass_tokens = [input_ids.shape[1]] if pass_tokens is None else list(pass_tokens)
     if sum(pass_tokens) != input_ids.shape[1]:
         raise ConfigError(f"pass_tokens={pass_tokens} add up to {sum(pass_tokens)}, for {input_ids.shape[1]} columns.")
-    lens = _LensPrediction()
-    with apply(model, [lens]) as run:
-        final = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits.argmax(-1)
-        (dense,) = run.trace.passes
-    halt_layer = dense.halt_layer
-    for layer in sorted(lens.noted, reverse=True):
-        index, predicted = lens.noted[layer]
-        same = torch.zeros_like(final, dtype=torch.bool).scatter(1, index, predicted == final.gather(1, index)).cpu()
-        halt_layer = torch.where(same & dense.valid, layer, halt_layer).to(torch.int16)
-    halted_kv = torch.where(halt_layer < dense.n_layers - 1, MISSING_KV.index(missing_kv), dense.halted_kv).to(torch.uint8)
-    exits = dataclasses.replace(dense, halt_layer=halt_layer, halted_kv=halted_kv)
+    arch = architecture_of(model)
+    dense = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, output_hidden_states=True)
+    final = dense.logits.argmax(-1).cpu()
+    valid = torch.ones_like(final, dtype=torch.bool) if attention_mask is None else attention_mask.bool().cpu()
+    slots, last = valid.long().cumsum(1) - 1, arch.n_layers - 1
+    halt_layer = torch.full_like(final, last, dtype=torch.int16)
+    for layer in reversed(range(last)):
+        # Row by row: the logits of a whole batch are gigabytes.
+        predicted = torch.stack([arch.logits(row).argmax(-1).cpu() for row in dense.hidden_states[layer + 1]])
+        halt_layer = halt_layer.masked_fill(valid & (predicted == final), layer)
     passes, first = [], 0
-    for n in pass_tokens:
-        part = exits.mapped(partial(torch.narrow, dim=1, start=first, length=n))
-        passes.append(dataclasses.replace(part, first_column=first))
-        first += n
-    return Trace(exits.n_layers, passes)
+    for real, at, halted in zip(*(whole.split(pass_tokens, dim=1) for whole in (valid, slots, halt_layer)), strict=True):
+        state = PassState(real, at, arch.n_layers)
+        state.halt_layer = halted
+        state.halted_kv = state.halted_kv.masked_fill(halted < last, MISSING_KV.index(missing_kv))
+        passes.append(PassTrace.of(state, first))
+        first += real.shape[1]
+    return Trace(arch.n_layers, passes)

@@ -117,9 +117,8 @@ class HaltingPolicy(TokenPolicy):
             opens = f"window={self.window} opens after layer {self.first_layer} of 0 to {n_layers - 1}"
             late = f"with resume_layers={self.resume_layers} halting after layer {last_useful + 1} or later saves nothing"
             raise ConfigError(f"Nothing would ever halt: {opens}, and {late}. Open the window earlier, or resume fewer layers.")
-        if self.missing_kv == "predict":
-            places = [layer for layer in range(self.first_layer, self.last_layer + 1) if self.acts_at(layer)]
-            self._translators = {layer: translator_for(architecture, EMBEDDED, layer + 1) for layer in places}
+        places = range(self.first_layer, self.last_layer + 1) if self.missing_kv == "predict" else ()
+        self._translators = {n: translator_for(architecture, EMBEDDED, n + 1) for n in places if self.acts_at(n)}
 
     def acts_at(self, layer: int) -> bool:
         return self.first_layer <= layer <= self.last_layer

@@ -62,8 +62,8 @@ class TrainedGates(FittedFile):
     def model_facts(self) -> dict[str, object]:
         return {"n_layers": self.n_layers, "width": self.weight.shape[1]}
 
-    def logits(self, layer: int, hidden: torch.Tensor, place: torch.Tensor | None) -> torch.Tensor:
-        """w · LN(h) + v · place + b: hidden (..., D), place (...) in the prompt, 0 to 1, None where no gate reads it -> (...) float32."""
+    def logits(self, layer: int, hidden: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        """w · LN(h) + v · place + b: hidden (..., D), place (...) in the prompt, 0 to 1 -> (...) float32."""
         index, device = self.layers.index(layer), hidden.device
         of_place = None if self.place is None else self.place[index].to(device)
         return gate_logits(hidden, self.weight[index].to(device), self.bias[index].to(device), place, of_place)
@@ -98,6 +98,7 @@ class LearnedHalting(HaltingPolicy):
             raise ConfigError("threshold=[] names no threshold: give a number, or one for each decision layer.")
         self._thresholds = [check_number("threshold", value, 0.0, 1.0) for value in each]
         self._gates = self.gates if isinstance(self.gates, TrainedGates) else None
+        self._cut: dict[int, float] = {}  # of the logit, by the layer of a gate
         self._seen = self.missing_kv
         if self.missing_kv is None:
             self.missing_kv = "drop" if self._gates is None else self._gates.missing_kv
@@ -131,8 +132,8 @@ class LearnedHalting(HaltingPolicy):
             raise ConfigError(f"Gates after layers {beyond} save nothing {with_them}: resume fewer layers.")
 
     def _found(self, architecture: Architecture) -> TrainedGates:
-        if self._gates is not None:
-            return self._gates
+        if isinstance(self.gates, TrainedGates):
+            return self.gates
         source = str(self.gates)
         if _files(source) == [Path(source)]:
             return TrainedGates.load(source)
@@ -145,17 +146,16 @@ class LearnedHalting(HaltingPolicy):
         return "predict" if layer in self._translators else super().missing_kv_at(layer)
 
     def required_layers(self) -> frozenset[int]:
-        return frozenset() if self._gates is None else frozenset(self._gates.layers)
+        return frozenset(self._cut)
 
     def acts_at(self, layer: int) -> bool:
-        return self._gates is not None and layer in self._gates.layers
+        return layer in self._cut
 
     def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:
         assert self._gates is not None
         rows, columns, width = view.after.shape
         view.add_signal_flops(2 * rows * columns * (width + (0 if self._gates.place is None else PLACE_FEATURES)))
-        place = None if self._gates.place is None else view.slots / view.n_tokens
-        logits = self._gates.logits(view.layer, view.after, place)
+        logits = self._gates.logits(view.layer, view.after, view.slots / view.n_tokens)
         return eligible & (logits < self._cut[view.layer])
 
 
@@ -189,11 +189,11 @@ def gate_files(entry: Mapping[str, Any], model_folder: Path) -> list[Path]:
 
 
 def gate_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, place: torch.Tensor | None, of_place: torch.Tensor | None
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, place: torch.Tensor, of_place: torch.Tensor | None
 ) -> torch.Tensor:
     """w · LN(h) + v · place + b: hidden (..., D) -> (...) float32; LN without gain or bias, which w and b would swallow."""
     found = torch.nn.functional.layer_norm(hidden.float(), hidden.shape[-1:]) @ weight.float() + bias.float()
-    return found if of_place is None or place is None else found + place_features(place) @ of_place.float()
+    return found if of_place is None else found + place_features(place) @ of_place.float()
 
 
 def place_features(place: torch.Tensor) -> torch.Tensor:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
 
 from quicksilver.modules.checks import active_first
-from quicksilver.modules.fitted import TUNED_LENS, Lens, lens_for
+from quicksilver.modules.fitted import TUNED_LENS, lens_for
 from quicksilver.runtime import ConfigError, LayerView, TokenState
 from quicksilver.runtime.options import Count, Odd, Options, Positive, at_least, check_choice
 
@@ -112,7 +113,9 @@ class Entropy(Signal):
         return f"entropy-{self.of}" + (f"-{self.bins}" if self.of == "histogram" else "")
 
     def bound(self, architecture: Architecture) -> Entropy:
-        return LensEntropy(self.of, self.bins, lens_for(architecture), architecture) if self.of == TUNED_LENS else self
+        if self.of != TUNED_LENS:
+            return self
+        return LensEntropy(self.of, self.bins, lens=partial(lens_for(architecture).head_input, architecture))
 
     def score(self, view: LayerView, tokens: TokenState, where: torch.Tensor) -> torch.Tensor:
         if self.of in ("logit_lens", TUNED_LENS):
@@ -139,17 +142,14 @@ class Entropy(Signal):
 
 @dataclass(frozen=True)
 class LensEntropy(Entropy):
-    """`tuned_lens` of one model."""
+    """`tuned_lens` of one model. lens: from a layer and states after it, (K, D), to what the head is given for them."""
 
-    lens: Lens | None = None
-    architecture: Architecture | None = None
+    lens: Callable[[int, torch.Tensor], torch.Tensor] = field(kw_only=True)
 
     def head_input(self, view: LayerView) -> Callable[[torch.Tensor], torch.Tensor]:
         def from_lens(hidden: torch.Tensor) -> torch.Tensor:
-            assert self.lens is not None
-            assert self.architecture is not None  # `bound` gives both
             view.add_signal_flops(2 * hidden.shape[0] * hidden.shape[1] ** 2)
-            return self.lens.head_input(self.architecture, view.layer, hidden)
+            return self.lens(view.layer, hidden)
 
         return from_lens
 

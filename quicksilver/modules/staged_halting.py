@@ -238,6 +238,7 @@ class StagedHalting(HaltingPolicy, Calibrated):
                 raise _out_of_order(i - 1, self._stages[i - 1], stage)
         self._numbers = {layer - 1: i for i, layer in enumerate(layers)}
         self._tau_below: dict[int, float] = {}
+        self._translators = {}
         for layer, i in self._numbers.items():
             stage = self._stages[i]
             if stage.missing_kv == "predict":
@@ -272,25 +273,23 @@ class StagedHalting(HaltingPolicy, Calibrated):
 
     def halted_of(self, layer: int, n_tokens: int, n_left: int) -> int | None:
         i = self._numbers[layer]
-        before = self._halted_before(i, n_tokens)
+        known = self._known(i, n_tokens)
         # Another module may have halted tokens that this stage protects: then only the device knows how many are left.
-        if before is None or n_left != n_tokens - before:
+        if known is None or n_left != n_tokens - known[0]:
             return None
-        return self._stages[i].amount(n_tokens, self._free(i, n_tokens, before))
+        return self._stages[i].amount(n_tokens, known[1])
 
-    def _free(self, index: int, n_tokens: int, halted: int) -> int:
-        """How many tokens of a row of `n_tokens` that stage may halt once `halted` have: below 0, it protects more than are left."""
-        stage = self._stages[index]
-        return n_tokens - halted - self._protected(stage).count(n_tokens)
-
-    def _halted_before(self, index: int, n_tokens: int) -> int | None:
-        """How many tokens of a row of `n_tokens` the stages before `index` have halted; None: that depends on the data."""
+    def _known(self, index: int, n_tokens: int) -> tuple[int, int] | None:
+        """Of a row of `n_tokens`: how many tokens the stages before `index` have halted, and how many that one may halt then (below 0: it
+        protects more than are left). None: that depends on the data."""
         halted = 0
-        for i, stage in enumerate(self._stages[:index]):
-            if (amount := stage.amount(n_tokens, self._free(i, n_tokens, halted))) is None:
+        if index > 0:
+            before = self._known(index - 1, n_tokens)
+            amount = None if before is None else self._stages[index - 1].amount(n_tokens, before[1])
+            if before is None or amount is None:
                 return None
-            halted += amount
-        return halted
+            halted = before[0] + amount
+        return halted, n_tokens - halted - self._protected(self._stages[index]).count(n_tokens)
 
     def _count_per_row(self, view: LayerView, tokens: TokenState) -> int | None:
         # Outside of a prompt (`lookahead`) the protected tokens are not in the pass.
@@ -301,8 +300,9 @@ class StagedHalting(HaltingPolicy, Calibrated):
         stage = self._stages[i]
         if view.is_prompt and stage.count is not None:
             n_tokens = int(view.n_tokens.min()) if view.tokens_per_row is None else view.tokens_per_row
-            halted = self._halted_before(i, n_tokens)
-            if halted is not None and stage.count > (free := self._free(i, n_tokens, halted)):
+            known = self._known(i, n_tokens)
+            if known is not None and stage.count > known[1]:
+                halted, free = known
                 wanted = f"stages[{i}]: count={stage.count} is more than a prompt of {n_tokens} tokens has left"
                 gone = f"{halted} have halted before and {n_tokens - halted - free} are protected"
                 raise ConfigError(f"{wanted}: {gone}. Give at most {max(0, free)}, or a share.")

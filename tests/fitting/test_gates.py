@@ -243,6 +243,13 @@ def test_a_file_gives_the_gates_again_and_names_what_does_not_fit(tmp_path):
             pass
 
 
+def test_gates_by_name_are_those_of_each_model_in_turn(monkeypatch):
+    monkeypatch.setattr(TrainedGates, "of_model", lambda arch, option: {"predict": trained(arch.model)})
+    policy = learned(gates="predict")
+    for name in ("gpt2", "llama"):
+        assert tiny.forward(tiny.load(name), tiny.EVEN, [policy]).trace.active_counts()[-1] < 48
+
+
 def test_gates_say_layer_by_layer_what_is_dropped_and_what_is_predicted(monkeypatch):
     model = tiny.load("gpt2")
     predicting(monkeypatch, architecture_of(model))

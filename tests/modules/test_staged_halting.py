@@ -100,9 +100,8 @@ SCHEDULE = Schedule(drop_before=1, drop_share=0.25, predict_before=3, protect_fi
 
 
 @pytest.mark.parametrize("name", tiny.thinned(tiny.FAMILIES))
-@pytest.mark.parametrize("execution", ["compact", "masked"])
-def test_the_oldest_are_dropped_and_all_but_the_protected_are_predicted(name: str, execution: str) -> None:
-    run = tiny.forward(tiny.load(name), BATCH, [Preset(schedule=SCHEDULE)], execution=execution)
+def test_the_oldest_are_dropped_and_all_but_the_protected_are_predicted(name: str) -> None:
+    run = tiny.forward(tiny.load(name), BATCH, [Preset(schedule=SCHEDULE)])
     (one,) = run.trace.passes
     wanted = torch.full((N,), tiny.LAYERS - 1)
     wanted[2:12], wanted[12 : N - 5] = 0, 2

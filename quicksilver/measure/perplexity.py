@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from quicksilver.data.windows import check_context
-from quicksilver.measure.latency import shared_weight_copy
+from quicksilver.measure.latency import Step, shared_weight_copy
 from quicksilver.models.memory_check import free_memory_bytes
 from quicksilver.runtime.architecture import Architecture, architecture_of
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
@@ -186,19 +186,36 @@ def check_windows(model: PreTrainedModel, windows: torch.Tensor, protocol: Proto
         raise ConfigError("the model is in training mode, where dropout makes every number random: call model.eval() first.")
 
 
+def calls(
+    model: PreTrainedModel, batch: torch.Tensor, protocol: Protocol, before: Step = lambda: None
+) -> list[Callable[[], Any]]:
+    """The forward calls that score a batch of windows (B, N), each giving logits (B, S, V): one under `all`; the prompt, and what
+    follows it, under `continuation`. `before` is called at the beginning of the first."""
+    whole, prompt, cache = protocol.name == "all", protocol.prompt_tokens, None
+
+    def begin() -> Any:
+        nonlocal cache
+        before()
+        # Of the prompt only the last token's prediction is used, and a deployed model computes no other.
+        output = model(batch, use_cache=False) if whole else model(batch[:, :prompt], use_cache=True, logits_to_keep=1)
+        cache = output.past_key_values
+        return output.logits
+
+    def rest() -> Any:
+        nonlocal cache
+        given, cache = cache, None
+        return model(batch[:, prompt:-1], use_cache=True, past_key_values=given).logits if protocol.passes == 2 else None
+
+    return [begin] if whole else [begin, rest]
+
+
 def scored_logits(model: PreTrainedModel, batch: torch.Tensor, protocol: Protocol) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The forward calls of one batch of windows (B, N): logits (B, S, V) of each, and the tokens they are scored on, (B, S). The
-    caller may look at the ledgers between two."""
-    if protocol.name == "all":
-        yield model(batch, use_cache=False).logits[:, :-1], batch[:, 1:]
-        return
-    prompt = protocol.prompt_tokens
-    # Of the prompt only the last token's prediction is used, and a deployed model computes no other.
-    output = model(batch[:, :prompt], use_cache=True, logits_to_keep=1)
-    yield output.logits, batch[:, prompt : prompt + 1]
-    if protocol.scored_tokens > 1:
-        rest = model(batch[:, prompt:-1], use_cache=True, past_key_values=output.past_key_values)
-        yield rest.logits, batch[:, prompt + 1 :]
+    """The `calls` of one batch of windows (B, N): logits (B, S, V) of each, and the tokens they are scored on, (B, S). The caller
+    may look at the ledgers between two."""
+    scored = batch[:, protocol.first_scored :]
+    targets = [scored] if protocol.name == "all" else [scored[:, :1], scored[:, 1:]]
+    for call, tokens in list(zip(calls(model, batch, protocol), targets, strict=True))[: protocol.passes]:
+        yield call()[:, : tokens.shape[1]], tokens
 
 
 def _in_pieces(compute: Callable[..., tuple[torch.Tensor, ...]], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -16,7 +16,7 @@ from functools import cache, cached_property, partial
 from importlib.metadata import version
 from importlib.resources import files
 from importlib.util import find_spec
-from itertools import groupby, pairwise, zip_longest
+from itertools import chain, groupby, pairwise, zip_longest
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -415,7 +415,6 @@ _AUXILIARY = "|AUX"  # behind a tag: what the treebank's universal tag calls AUX
 # names): hyphens and points within a word, marks of a heading, dashes.
 _MARKS = {"@-@": ("-", "HYPH"), "@,@": (",", ","), "@.@": (".", "."), "=": ("=", "NFP"), "–": ("–", ":"), "—": ("—", ":")}
 _PASSES = 3  # over the training sentences
-Tagged = list[tuple[str, bool]]  # Penn tag, and whether it is an auxiliary, by word
 
 
 def tag_text(text: str, config: TaggerConfig, root: Path | None, cache: Path | None) -> tuple[Annotation, str]:
@@ -456,11 +455,10 @@ def _kept(
     tagger = _Perceptron(train) if chosen == PERCEPTRON else _Spacy(chosen)
     grouped: list[list[str]] = [[] for _ in range(sentence[-1] + 1)]
     for form, number in zip(forms, sentence, strict=True):
-        grouped[number].append(_MARKS[form][0] if form in _MARKS else form)
-    said_of = (tag + _AUXILIARY * auxiliary for one in tagger.tag(grouped) for tag, auxiliary in one)
-    tags = [_MARKS[form][1] if form in _MARKS else tag for form, tag in zip(forms, said_of, strict=True)]
-    found = tagger.tag([one.forms for one in test])
-    right = [gold == tag for one, said in zip(test, found, strict=True) for gold, (tag, _) in zip(one.tags, said, strict=True)]
+        grouped[number].append(_MARKS.get(form, (form,))[0])
+    tags = [_MARKS.get(form, ("", tag))[1] for form, tag in zip(forms, chain(*tagger.tag(grouped)), strict=True)]
+    gold, found = (tag for one in test for tag in one.tags), chain(*tagger.tag([one.forms for one in test]))
+    right = [tag == said.removesuffix(_AUXILIARY) for tag, said in zip(gold, found, strict=True)]
     share = f"{100 * sum(right) / len(right):.1f}% of the {len(right):,} words of {Path(config.test).name}"
     said = f"tagged by {tagger.name}: {share} are right"
     if path is not None:
@@ -508,9 +506,10 @@ class _Perceptron:
         self._tagger.train([one for one in gold if one], nr_iter=_PASSES)
         self.name = f"an averaged perceptron (nltk {version('nltk')}) trained on {len(gold):,} sentences with gold tags"
 
-    def tag(self, sentences: Sequence[Sequence[str]]) -> Iterator[Tagged]:
+    def tag(self, sentences: Sequence[list[str]]) -> Iterator[list[str]]:
+        """Penn tags by sentence; behind those of auxiliaries stands `_AUXILIARY`."""
         for one in sentences:
-            yield [(tag.removesuffix(_AUXILIARY), tag.endswith(_AUXILIARY)) for _, tag in self._tagger.tag(list(one))]
+            yield [tag for _, tag in self._tagger.tag(one)]
 
 
 class _Spacy:
@@ -522,8 +521,9 @@ class _Spacy:
         self._model: Any = spacy.load(model, exclude=["ner", "lemmatizer"])
         self.name = f"spaCy's {model} {version(model)}"
 
-    def tag(self, sentences: Sequence[Sequence[str]]) -> Iterator[Tagged]:
+    def tag(self, sentences: Sequence[list[str]]) -> Iterator[list[str]]:
+        """As `_Perceptron.tag`."""
         from spacy.tokens import Doc
 
-        for document in self._model.pipe(Doc(self._model.vocab, words=list(one)) for one in sentences):
-            yield [(token.tag_, token.pos_ == "AUX") for token in document]
+        for document in self._model.pipe(Doc(self._model.vocab, words=one) for one in sentences):
+            yield [token.tag_ + _AUXILIARY * (token.pos_ == "AUX") for token in document]

@@ -214,7 +214,7 @@ def test_a_spacy_model_is_given_the_words_as_they_are(config, monkeypatch):
 
         def tag(self, sentences):
             for one in sentences:
-                yield [("VBZ", True) if word == "saw" else ("NN", False) for word in one]
+                yield ["VBZ|AUX" if word == "saw" else "NN" for word in one]
 
     monkeypatch.setattr(annotation, "find_spec", lambda name: name in ("spacy", "en_core_web_sm"))
     monkeypatch.setattr(annotation, "_Spacy", Fake)

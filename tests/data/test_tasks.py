@@ -132,25 +132,16 @@ def test_labels_are_part_of_the_identity_and_places_are_not(data_root):
 
 def test_what_decides_a_score_and_is_not_in_the_text_is_part_of_the_identity(data_root, tmp_path):
     """A wrong choice, a value of a regression between two answers, who is judged together."""
-    rows = {
-        "copa": {"premise": "It rained.", "question": "effect", "choice1": "I got wet.", "choice2": "I sang.", "label": 0},
-        "multirc": {
-            "paragraph": "It rained.",
-            "question": "What?",
-            "answer": "Rain.",
-            "label": 1,
-            "idx": {"paragraph": 0, "question": 0, "answer": 0},
-        },
-        "stsb": {"sentence1": "It rained.", "sentence2": "It poured.", "label": "3.2"},
-    }
-    changes = {
-        "copa": {"choice2": "I slept."},
-        "multirc": {"idx": {"paragraph": 0, "question": 1, "answer": 0}},
-        "stsb": {"label": "3.4"},
-    }
-    for name, row in rows.items():
+    copa = {"premise": "It rained.", "question": "effect", "choice1": "I got wet.", "choice2": "I sang.", "label": 0}
+    place = {"paragraph": 0, "question": 0, "answer": 0}
+    multirc = {"paragraph": "It rained.", "question": "What?", "answer": "Rain.", "label": 1, "idx": place}
+    for name, row, change in (
+        ("copa", copa, {"choice2": "I slept."}),
+        ("multirc", multirc, {"idx": place | {"question": 1}}),
+        ("stsb", {"sentence1": "It rained.", "sentence2": "It poured.", "label": "3.2"}, {"label": "3.4"}),
+    ):
         found = []
-        for number, one in enumerate((row, row, row | changes[name])):
+        for number, one in enumerate((row, row, row | change)):
             file = tmp_path / f"{name}{number}.jsonl"
             file.write_text(f"{json.dumps(one)}\n" * 40)
             config = compose(

@@ -214,7 +214,7 @@ def scored_logits(model: PreTrainedModel, batch: torch.Tensor, protocol: Protoco
     may look at the ledgers between two."""
     scored = batch[:, protocol.first_scored :]
     targets = [scored] if protocol.name == "all" else [scored[:, :1], scored[:, 1:]]
-    for call, tokens in list(zip(calls(model, batch, protocol), targets, strict=True))[: protocol.passes]:
+    for call, tokens in zip(calls(model, batch, protocol)[: protocol.passes], targets, strict=False):
         yield call()[:, : tokens.shape[1]], tokens
 
 

@@ -148,7 +148,7 @@ def compared(rounds: Sequence[Sequence[Times]]) -> list[Row]:
     for what, phase in product(there, ("prefill", "decode")):
         old, new, again = ([times[what][phase] for times in of_version] for of_version in zip(*rounds, strict=True))
         samples = {"old": LatencySamples(old), "new": LatencySamples(new)}
-        times = Alternation(samples, control="old", control_ms=again, load_before=0.0, load_after=0.0)
+        times = Alternation(samples, control_ms=again)
         ratio, floor = times.ratio("new", to="old"), times.noise_floor or 0.0
         same = ratio.low <= 1 <= ratio.high or abs(ratio.median - 1) <= floor
         verdict = "no difference" if same else "slower" if ratio.median > 1 else "faster"

@@ -111,7 +111,7 @@ def latency(faster: float, noise_pct: float, *, prompt: bool = False, samples: i
 def put(content: dict[str, Any], name: str, result: Result) -> None:
     """Add what a measurement found to the entries of record.json."""
     section = name if result.section is None else result.section
-    content |= {section: result.to_json()} if section else result.to_json()
+    content |= {section: encoded(result)} if section else encoded(result)
 
 
 def make(

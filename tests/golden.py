@@ -32,6 +32,7 @@ from quicksilver.measure.audit import Audit
 from quicksilver.measure.bench import Bench, run_measurements
 from quicksilver.measure.flops import Flops
 from quicksilver.measure.inside import look_inside
+from quicksilver.measure.measurement import encoded
 from quicksilver.measure.memory import Memory
 from quicksilver.measure.perplexity import DenseLogits, Protocol, check_allowed, score
 from quicksilver.measure.quality import Null, Quality
@@ -241,7 +242,7 @@ def _all_passes(bench: _Bench, modules: list[RuntimeModule]) -> dict[str, Any]:
     windows = dataclasses.replace(bench.windows, ids=bench.scored)
     shared = Bench(bench.model, windows, bench.protocol, modules, batch_windows=BATCH)
     passes = {"quality": Quality(), "null": Null(), "audit": Audit(probes=1), "flops": Flops(), "memory": Memory()}
-    found = {name: result.to_json() for name, result in run_measurements(shared, passes).items()}
+    found = {name: encoded(result) for name, result in run_measurements(shared, passes).items()}
     numbers = _of_scores(shared.frame, shared.trace)
     for name in ("kv_bytes_billed", "kv_bytes_resident"):
         numbers[name] = found["quality"][name]

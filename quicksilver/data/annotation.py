@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property, partial
 from importlib.metadata import version
 from importlib.resources import files
 from importlib.util import find_spec
-from itertools import groupby, pairwise, zip_longest
+from itertools import chain, groupby, pairwise, zip_longest
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -415,7 +415,7 @@ _AUXILIARY = "|AUX"  # behind a tag: what the treebank's universal tag calls AUX
 # names): hyphens and points within a word, marks of a heading, dashes.
 _MARKS = {"@-@": ("-", "HYPH"), "@,@": (",", ","), "@.@": (".", "."), "=": ("=", "NFP"), "–": ("–", ":"), "—": ("—", ":")}
 _PASSES = 3  # over the training sentences
-Tagged = list[tuple[str, bool]]  # Penn tag, and whether it is an auxiliary, by word
+Tagger = Callable[[Iterable[list[str]]], Iterator[list[str]]]  # Penn tags by sentence; `_AUXILIARY` behind those of auxiliaries
 
 
 def tag_text(text: str, config: TaggerConfig, root: Path | None, cache: Path | None) -> tuple[Annotation, str]:
@@ -453,16 +453,15 @@ def _kept(
     train, test = (
         sentences(content.decode("utf-8"), str(name)) for content, name in zip(banks, (config.train, config.test), strict=True)
     )
-    tagger = _Perceptron(train) if chosen == PERCEPTRON else _Spacy(chosen)
+    tagger, tag_all = _perceptron(train) if chosen == PERCEPTRON else _spacy(chosen)
     grouped: list[list[str]] = [[] for _ in range(sentence[-1] + 1)]
     for form, number in zip(forms, sentence, strict=True):
-        grouped[number].append(_MARKS[form][0] if form in _MARKS else form)
-    said_of = (tag + _AUXILIARY * auxiliary for one in tagger.tag(grouped) for tag, auxiliary in one)
-    tags = [_MARKS[form][1] if form in _MARKS else tag for form, tag in zip(forms, said_of, strict=True)]
-    found = tagger.tag([one.forms for one in test])
-    right = [gold == tag for one, said in zip(test, found, strict=True) for gold, (tag, _) in zip(one.tags, said, strict=True)]
+        grouped[number].append(_MARKS.get(form, (form,))[0])
+    tags = [_MARKS.get(form, ("", tag))[1] for form, tag in zip(forms, chain.from_iterable(tag_all(grouped)), strict=True)]
+    gold, found = (tag for one in test for tag in one.tags), chain.from_iterable(tag_all(one.forms for one in test))
+    right = [tag == said.removesuffix(_AUXILIARY) for tag, said in zip(gold, found, strict=True)]
     share = f"{100 * sum(right) / len(right):.1f}% of the {len(right):,} words of {Path(config.test).name}"
-    said = f"tagged by {tagger.name}: {share} are right"
+    said = f"tagged by {tagger}: {share} are right"
     if path is not None:
         write_atomically(path, json.dumps({"tags": tags, "said": said}).encode())
     return tags, said
@@ -491,39 +490,32 @@ def _treebank(path: Path) -> bytes:
         raise ConfigError(f"dataset.tagger: the treebank {path} {why}. {remedy}") from None
 
 
-class _Perceptron:
-    """NLTK's averaged perceptron, trained here."""
-
-    def __init__(self, train: Sequence[Sentence]) -> None:
-        try:
-            from nltk.tag.perceptron import PerceptronTagger
-        except ImportError:
-            needs = f"needs nltk, which is not installed: {installing('linguistics')}"
-            raise ConfigError(f"dataset.tagger.name=perceptron {needs}.") from None
-        self._tagger: Any = PerceptronTagger(load=False)
-        known, gold = table()["penn"], []
-        for one in train:
-            words = zip(one.forms, one.tags, one.upos, strict=True)
-            gold.append([(form, tag + _AUXILIARY * (upos == "AUX")) for form, tag, upos in words if tag in known])
-        self._tagger.train([one for one in gold if one], nr_iter=_PASSES)
-        self.name = f"an averaged perceptron (nltk {version('nltk')}) trained on {len(gold):,} sentences with gold tags"
-
-    def tag(self, sentences: Sequence[Sequence[str]]) -> Iterator[Tagged]:
-        for one in sentences:
-            yield [(tag.removesuffix(_AUXILIARY), tag.endswith(_AUXILIARY)) for _, tag in self._tagger.tag(list(one))]
+def _perceptron(train: Sequence[Sentence]) -> tuple[str, Tagger]:
+    """NLTK's averaged perceptron, trained here: what is said of it, and itself."""
+    try:
+        from nltk.tag.perceptron import PerceptronTagger
+    except ImportError:
+        needs = f"needs nltk, which is not installed: {installing('linguistics')}"
+        raise ConfigError(f"dataset.tagger.name=perceptron {needs}.") from None
+    tagger: Any = PerceptronTagger(load=False)
+    known, gold = table()["penn"], []
+    for one in train:
+        words = zip(one.forms, one.tags, one.upos, strict=True)
+        gold.append([(form, tag + _AUXILIARY * (upos == "AUX")) for form, tag, upos in words if tag in known])
+    tagger.train([one for one in gold if one], nr_iter=_PASSES)
+    name = f"an averaged perceptron (nltk {version('nltk')}) trained on {len(gold):,} sentences with gold tags"
+    return name, lambda sentences: ([tag for _, tag in tagger.tag(one)] for one in sentences)
 
 
-class _Spacy:
-    """A spaCy model, given the words as they are."""
+def _spacy(model: str) -> tuple[str, Tagger]:
+    """A spaCy model, given the words as they are: what is said of it, and itself."""
+    import spacy
+    from spacy.tokens import Doc
 
-    def __init__(self, model: str) -> None:
-        import spacy
+    loaded: Any = spacy.load(model, exclude=["ner", "lemmatizer"])
 
-        self._model: Any = spacy.load(model, exclude=["ner", "lemmatizer"])
-        self.name = f"spaCy's {model} {version(model)}"
+    def tag(sentences: Iterable[list[str]]) -> Iterator[list[str]]:
+        for document in loaded.pipe(Doc(loaded.vocab, words=one) for one in sentences):
+            yield [token.tag_ + _AUXILIARY * (token.pos_ == "AUX") for token in document]
 
-    def tag(self, sentences: Sequence[Sequence[str]]) -> Iterator[Tagged]:
-        from spacy.tokens import Doc
-
-        for document in self._model.pipe(Doc(self._model.vocab, words=list(one)) for one in sentences):
-            yield [(token.tag_, token.pos_ == "AUX") for token in document]
+    return f"spaCy's {model} {version(model)}", tag

@@ -8,6 +8,7 @@ import sysconfig
 from pathlib import Path
 
 from quicksilver.data.spec import FarContext, Part
+from quicksilver.runtime.errors import ConfigError
 
 _REPEATED_FROM = 40  # characters; shorter paragraphs ("See also:") repeat because they are phrases, not because text was copied
 _CALIBRATES_ONE_IN = 5
@@ -47,8 +48,7 @@ PACKAGES: dict[Part, tuple[str, ...]] = {
 
 
 def python_source(part: Part) -> str:
-    """The files of one part, each whole; a package is wholly in one part. Raises FileNotFoundError: this Python carries no source
-    of its library."""
+    """The files of one part, each whole; a package is wholly in one part. Raises ConfigError: this Python has no source of its library."""
     return "\n\n".join(path.read_text(encoding="utf-8").strip() for path in source_files(part))
 
 
@@ -59,7 +59,7 @@ def source_files(part: Part) -> list[Path]:
     for package in PACKAGES[part]:
         files = sorted(path for path in (library / package).rglob("*.py") if "test" not in path.parts and path.stat().st_size)
         if not files:
-            raise FileNotFoundError(f"{library / package} has no Python files: dataset=python-source needs the library's source.")
+            raise ConfigError(f"{library / package} has no Python files: dataset=python-source needs the library's source.")
         found += files
     return found
 

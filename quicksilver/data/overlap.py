@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 NGRAM_WORDS = 13
 _WORD = re.compile(r"\w+")
@@ -17,9 +17,9 @@ def ngrams(text: str, words: int = NGRAM_WORDS) -> Iterator[int]:
         yield hash(tuple(found[i : i + words]))
 
 
-def shared_pct(scored: str, other: str, words: int = NGRAM_WORDS) -> float:
-    """Percent of the runs of so many words of `scored` that `other` has, too."""
-    there, found = set(ngrams(other, words)), list(ngrams(scored, words))
+def shared_pct(scored: str, other: str) -> float:
+    """Percent of the runs of `NGRAM_WORDS` words of `scored` that `other` has, too."""
+    there, found = set(ngrams(other)), list(ngrams(scored))
     return 100 * sum(gram in there for gram in found) / max(1, len(found))
 
 
@@ -35,7 +35,7 @@ class Filtered:
     text: str
     paragraphs: int
     removed: int
-    removed_by: dict[str, int] = field(default_factory=dict)
+    removed_by: dict[str, int]
 
 
 def without_overlap(text: str, evaluation: Mapping[str, str], words: int = NGRAM_WORDS) -> Filtered:

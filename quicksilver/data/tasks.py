@@ -261,11 +261,6 @@ def accuracy(gold: Numbers, predicted: Numbers) -> Numbers:
     return (gold == predicted).mean(-1)
 
 
-def matthews(gold: Numbers, predicted: Numbers) -> Numbers:
-    """Matthews correlation of two classes, 0 where one side has a single class: (…, E) to (…)."""
-    return pearson(gold, predicted)  # of 0 and 1 the two are one number
-
-
 def f1(gold: Numbers, predicted: Numbers, of: float = 1.0) -> Numbers:
     """F1 of the class `of`, 0 where it is neither there nor predicted: (…, E) to (…)."""
     both = ((gold == of) & (predicted == of)).sum(-1)
@@ -282,7 +277,7 @@ def f1_macro(gold: Numbers, predicted: Numbers) -> Numbers:
 
 
 def pearson(gold: Numbers, predicted: Numbers) -> Numbers:
-    """Correlation, 0 where one side does not vary: (…, E) to (…)."""
+    """Correlation, 0 where one side does not vary: (…, E) to (…). Of 0 and 1 it is Matthews' correlation of two classes."""
     x, y = (values - values.mean(-1, keepdims=True) for values in (gold, predicted))
     scale = np.sqrt((x**2).sum(-1) * (y**2).sum(-1))
     return np.where(scale > 1e-12, (x * y).sum(-1) / np.maximum(scale, 1e-12), 0.0)
@@ -297,7 +292,7 @@ def spearman(gold: Numbers, predicted: Numbers) -> Numbers:
 
 # What `dataset.task.metrics` may name -> the numbers it gives; the first is the task's own score.
 METRICS: Mapping[str, Mapping[str, Metric]] = {
-    "accuracy": {"accuracy": accuracy}, "matthews": {"matthews": matthews}, "f1": {"f1": f1}, "f1_macro": {"f1_macro": f1_macro},
+    "accuracy": {"accuracy": accuracy}, "matthews": {"matthews": pearson}, "f1": {"f1": f1}, "f1_macro": {"f1_macro": f1_macro},
     "pearson_spearman": {"pearson": pearson, "spearman": spearman}, "multirc": {"f1a": f1},
 }  # fmt: skip
 

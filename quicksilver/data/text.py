@@ -49,10 +49,7 @@ def read_text(config: DatasetConfig, part: Part = "test", *, root: Path | None =
             raise ConfigError("dataset.files and dataset.hub have no effect on python-docs, CPython's own: use dataset=file.")
         return Text(python_docs(part), "pydoc_data.topics")
     if config.reader == "python-source":
-        try:
-            return Text(python_source(part), "standard library")
-        except FileNotFoundError as error:
-            raise ConfigError(str(error)) from error
+        return Text(python_source(part), "standard library")
     if config.reader.startswith("far-"):
         kind: FarContext = "copy" if config.reader == "far-copy" else "recall"
         return Text(far_context(kind, part), f"far context by seed: {kind}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quicksilver.measure.measurement import Measurement, Result
 from quicksilver.runtime.options import Positive
@@ -63,9 +63,9 @@ class Audit(Measurement, share=0.08, windows_speak=True):
     probes: Positive = 3
 
     def run(self, bench: Bench) -> AuditResult:
-        batch = bench.windows.ids[: bench.batch_windows]
-        options: dict[str, Any] = {"seed": bench.seed, "n_probes": self.probes, "decision_layers": bench.decision_layers}
-        audited = partial(audit, bench.model, batch, bench.protocol, bench.modules, **options)
+        batch, layers = bench.windows.ids[: bench.batch_windows], bench.decision_layers
+        given = (bench.model, batch, bench.protocol, bench.modules)
+        audited = partial(audit, *given, seed=bench.seed, n_probes=self.probes, decision_layers=layers)
         found = audited(execution=bench.execution)
         if bench.execution == "compact" and found.max_abs_logit_difference > ROUNDING * found.max_abs_logit:
             # Two causes look alike here: a leak, or coarse codes that magnify the last digits of a sum, which follow the shapes. Under

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import torch
 
-from quicksilver.measure.latency import Step, shared_weight_copy
+from quicksilver.measure.latency import shared_weight_copy
 from quicksilver.measure.measurement import Measurement, Result
-from quicksilver.measure.perplexity import Keep, Protocol, keep_nothing
+from quicksilver.measure.perplexity import Keep, Protocol, calls, keep_nothing
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.module import RuntimeModule
 from quicksilver.runtime.run import Execution, Run, apply
@@ -155,28 +155,6 @@ def run_measurements(
         before += measurement.share
     bench.progress = lambda share: None
     return results
-
-
-def calls(model: PreTrainedModel, batch: torch.Tensor, protocol: Protocol, before: Step = lambda: None) -> list[Step]:
-    """The steps that score a batch of windows (B, N), without scoring: one under `all`; the prompt, and what follows it, under
-    `continuation`. `before` is called at the beginning of the first."""
-    whole, prompt, cache = protocol.name == "all", protocol.prompt_tokens, None
-
-    def begin() -> None:
-        nonlocal cache
-        before()
-        if whole:
-            model(batch, use_cache=False)
-        else:
-            cache = model(batch[:, :prompt], use_cache=True, logits_to_keep=1).past_key_values
-
-    def rest() -> None:
-        nonlocal cache
-        if protocol.scored_tokens > 1:
-            model(batch[:, prompt:-1], use_cache=True, past_key_values=cache)
-        cache = None
-
-    return [begin] if whole else [begin, rest]
 
 
 def forward(model: PreTrainedModel, batch: torch.Tensor, protocol: Protocol, prompt_only: bool = False) -> None:

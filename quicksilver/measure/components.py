@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from quicksilver.runtime.architecture import Architecture
     from quicksilver.runtime.module import RuntimeModule
 
-# What each component is; `report` prints these words. The last two are what is left inside and outside the layers.
+# What each component is. The last two are what is left inside and outside the layers.
 COMPONENTS: Mapping[str, str] = {
     "embedding": "token and position embeddings, rotary factors",
     "attention": "attention with its projections, without the KV write; K/V projected for tokens that halted",
@@ -112,6 +112,23 @@ def watching(arch: Architecture, modules: Sequence[RuntimeModule], clock: Sectio
             stack.callback(part.register_forward_pre_hook(lambda *_: clock.enter(component, layer)).remove)
             stack.callback(part.register_forward_hook(lambda *_: clock.leave()).remove)
 
+        def clock_calls(owner: Any, name: str, component: str) -> None:
+            fn = getattr(owner, name)
+
+            @functools.wraps(fn)
+            def clocked(*args: Any, **kwargs: Any) -> Any:
+                clock.enter(component)
+                try:
+                    return fn(*args, **kwargs)
+                finally:
+                    clock.leave()
+
+            if name in vars(owner):
+                stack.callback(setattr, owner, name, fn)
+            else:  # its class has it
+                stack.callback(delattr, owner, name)
+            setattr(owner, name, clocked)
+
         for part in arch.base.children():
             if part is not arch.final_norm and not isinstance(part, nn.ModuleList):
                 hook(part, "embedding")
@@ -122,35 +139,13 @@ def watching(arch: Architecture, modules: Sequence[RuntimeModule], clock: Sectio
         hook(arch.final_norm, "output_head")
         hook(arch.output_head, "output_head")
         stack.enter_context(observed(phases))
-        stack.enter_context(_clocked(Cache, "update", "kv_write", clock))
+        clock_calls(Cache, "update", "kv_write")
         for module in modules:
             component = "fusion" if isinstance(module, TokenFusion) else "decisions"
             for kind, method in ((TokenPolicy, "decide"), (MergePolicy, "merge_cache")):
                 if isinstance(module, kind):
-                    stack.enter_context(_clocked(module, method, component, clock))
+                    clock_calls(module, method, component)
         yield
-
-
-@contextmanager
-def _clocked(owner: Any, name: str, component: str, clock: SectionClock) -> Iterator[None]:
-    """Inside the block, the clock notes the beginning and end of every call of `owner.name`; afterwards the owner is as it was."""
-    fn, own = getattr(owner, name), vars(owner).get(name)
-
-    @functools.wraps(fn)
-    def clocked(*args: Any, **kwargs: Any) -> Any:
-        clock.enter(component)
-        try:
-            return fn(*args, **kwargs)
-        finally:
-            clock.leave()
-
-    setattr(owner, name, clocked)
-    try:
-        yield
-    finally:
-        delattr(owner, name)
-        if own is not None:  # else the class has it
-            setattr(owner, name, own)
 
 
 @dataclass(frozen=True)

@@ -51,16 +51,12 @@ class CodeCarbonMeter:
         grid_kg_per_kwh: emissions of electricity in `country_iso_code`, three letters; None: the world average of codecarbon.
 
     Raises:
-        ConfigError: codecarbon is not installed, or knows no such country.
+        ConfigError: codecarbon knows no such country.
     """
 
     def __init__(self, country_iso_code: str | None) -> None:
-        try:
-            from codecarbon import OfflineEmissionsTracker
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                "codecarbon, which reads energy and emissions, is not installed: pip install codecarbon."
-            ) from error
+        from codecarbon import OfflineEmissionsTracker
+
         logging.getLogger("codecarbon").setLevel(logging.CRITICAL)
         self.grid_kg_per_kwh = _grid_kg_per_kwh(country_iso_code)
 
@@ -110,10 +106,7 @@ def _grid_kg_per_kwh(country_iso_code: str | None) -> float:
     return float(Factors(data).get_private_infra_emissions(Joules.from_energy(kWh=1.0), place))
 
 
-@functools.cache
-def meter_of(country_iso_code: str | None) -> CodeCarbonMeter:
-    """The meter of this machine, set up once: finding out what there is takes seconds."""
-    return CodeCarbonMeter(country_iso_code)
+meter_of = functools.cache(CodeCarbonMeter)  # set up once: finding out what there is takes seconds
 
 
 class Window(NamedTuple):

@@ -67,14 +67,13 @@ class Alternation(UserDict[str, LatencySamples]):
     """What `alternate` measured: samples by name, and what is needed to judge them.
 
     Attributes:
-        control: name of the callable that begins and ends every round, `control_ms` its times at the end; None: none does.
+        control_ms: of the first callable, where it ends every round as well.
         load_before, load_after: 1-minute load average of the machine; on a quiet one `load_before` is near 0.
         seconds: how long the timed rounds took by the clock that timed them.
         clock_gap_s: how much more (or less) passed meanwhile by the clock on the wall: a machine that slept, a clock that was set.
     """
 
     data: dict[str, LatencySamples]
-    control: str | None = None
     control_ms: Sequence[float] = ()
     load_before: float = 0.0
     load_after: float = 0.0
@@ -101,9 +100,10 @@ class Alternation(UserDict[str, LatencySamples]):
 
         An effect smaller than this is noise. The medians alone would not do: those of two noisy series may agree by chance.
         """
-        if self.control is None:
+        if not self.control_ms:
             return None
-        found = _quartiles([b / a for a, b in zip(self[self.control].ms, self.control_ms, strict=True)])
+        first = next(iter(self.values()))
+        found = _quartiles([b / a for a, b in zip(first.ms, self.control_ms, strict=True)])
         return max(abs(found.low - 1.0), abs(found.high - 1.0))
 
     @property
@@ -240,7 +240,7 @@ def alternate_steps(
     by_step = [
         {name: LatencySamples([ends[n] for ends in rounds]) for name, rounds in times.items()} for n in range(len(fns[first]))
     ]
-    return [Alternation(one, first if control else None, [ends[n] for ends in again], *around) for n, one in enumerate(by_step)]
+    return [Alternation(one, [ends[n] for ends in again], *around) for n, one in enumerate(by_step)]
 
 
 @dataclass(frozen=True)
@@ -322,7 +322,7 @@ class Latency(InTurns):
     """Time one batch."""
 
     def run(self, bench: Bench) -> LatencyResult:
-        from quicksilver.measure.bench import calls
+        from quicksilver.measure.perplexity import calls
 
         dense, batch, protocol = shared_weight_copy(bench.model), bench.batch, bench.protocol
         prefixes = ("prompt_", "") if protocol.name == "continuation" else ("",)

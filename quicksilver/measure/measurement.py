@@ -20,7 +20,7 @@ import typing
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.options import Options
@@ -154,15 +154,6 @@ class Result(Described):
     def line(self) -> str | None:
         """One line for a person, without the measurement's name; None: nothing to say by itself."""
         return None
-
-    def to_json(self) -> Any:
-        """As record.json has it."""
-        return encoded(self)
-
-    @classmethod
-    def from_json(cls, content: Any) -> Self:
-        """From what `to_json` gave. Raises Mistyped: it is not what the fields say."""
-        return decoded(cls, content)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ A perplexity may fall while predictions drift apart; KL to the dense model and t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -24,11 +24,11 @@ import torch
 import torch.nn.functional as F
 
 from quicksilver.data.windows import check_context
-from quicksilver.measure.latency import shared_weight_copy
+from quicksilver.measure.latency import Step, shared_weight_copy
 from quicksilver.models.memory_check import free_memory_bytes
-from quicksilver.runtime.architecture import Architecture, architecture_of
+from quicksilver.runtime.architecture import architecture_of
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
-from quicksilver.runtime.ledger import Flops, PassWork, head_flops, pass_flops
+from quicksilver.runtime.ledger import Flops, head_flops, pass_flops
 from quicksilver.runtime.module import RuntimeModule
 from quicksilver.runtime.options import Options, Positive
 from quicksilver.runtime.run import Execution, Run, apply
@@ -186,19 +186,36 @@ def check_windows(model: PreTrainedModel, windows: torch.Tensor, protocol: Proto
         raise ConfigError("the model is in training mode, where dropout makes every number random: call model.eval() first.")
 
 
+def calls(
+    model: PreTrainedModel, batch: torch.Tensor, protocol: Protocol, before: Step = lambda: None
+) -> list[Callable[[], Any]]:
+    """The forward calls that score a batch of windows (B, N), each giving logits (B, S, V): one under `all`; the prompt, and what
+    follows it, under `continuation`. `before` is called at the beginning of the first."""
+    whole, prompt, cache = protocol.name == "all", protocol.prompt_tokens, None
+
+    def begin() -> Any:
+        nonlocal cache
+        before()
+        # Of the prompt only the last token's prediction is used, and a deployed model computes no other.
+        output = model(batch, use_cache=False) if whole else model(batch[:, :prompt], use_cache=True, logits_to_keep=1)
+        cache = output.past_key_values
+        return output.logits
+
+    def rest() -> Any:
+        nonlocal cache
+        given, cache = cache, None
+        return model(batch[:, prompt:-1], use_cache=True, past_key_values=given).logits if protocol.passes == 2 else None
+
+    return [begin] if whole else [begin, rest]
+
+
 def scored_logits(model: PreTrainedModel, batch: torch.Tensor, protocol: Protocol) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The forward calls of one batch of windows (B, N): logits (B, S, V) of each, and the tokens they are scored on, (B, S). The
-    caller may look at the ledgers between two."""
-    if protocol.name == "all":
-        yield model(batch, use_cache=False).logits[:, :-1], batch[:, 1:]
-        return
-    prompt = protocol.prompt_tokens
-    # Of the prompt only the last token's prediction is used, and a deployed model computes no other.
-    output = model(batch[:, :prompt], use_cache=True, logits_to_keep=1)
-    yield output.logits, batch[:, prompt : prompt + 1]
-    if protocol.scored_tokens > 1:
-        rest = model(batch[:, prompt:-1], use_cache=True, past_key_values=output.past_key_values)
-        yield rest.logits, batch[:, prompt + 1 :]
+    """The `calls` of one batch of windows (B, N): logits (B, S, V) of each, and the tokens they are scored on, (B, S). The caller
+    may look at the ledgers between two."""
+    scored = batch[:, protocol.first_scored :]
+    targets = [scored] if protocol.name == "all" else [scored[:, :1], scored[:, 1:]]
+    for call, tokens in zip(calls(model, batch, protocol)[: protocol.passes], targets, strict=False):
+        yield call()[:, : tokens.shape[1]], tokens
 
 
 def _in_pieces(compute: Callable[..., tuple[torch.Tensor, ...]], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -214,17 +231,9 @@ def _nll_nats(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor
     return F.cross_entropy(wide.transpose(1, 2), targets, reduction="none").double(), wide.isfinite().all(-1)
 
 
-def _ledger_by_window(
-    arch: Architecture,
-    passes: Sequence[PassTrace],
-    head_tokens: int,
-    total: Flops,
-    beta: Mapping[int, float],
-    work: PassWork,
-) -> list[Flops]:
+def _ledger_by_window(run: Run, passes: Sequence[PassTrace], head_tokens: int, total: Flops) -> list[Flops]:
     """Ledgers of the last of a batch's `passes`, window by window; the passes before it filled the cache it started from. For
-    each window it computed `head_tokens` rows of logits; `total` is of all windows together, `beta` what the paper's ledger
-    charges by bit-width, `work` what the pass ran for all rows.
+    each window it computed `head_tokens` rows of logits; `total` is of all windows together.
 
     What was executed is shared equally: rows of unequal length are padded to the longest, so every row costs the same; so is what
     could have been skipped. The nominal and the paper ledger are otherwise the row's own.
@@ -237,10 +246,11 @@ def _ledger_by_window(
         executed, signals, skippable = (n // rows + (row < n % rows) for n in (total.executed, total.signals, total.skippable))
         cached = [p.row(row) for p in earlier]
         past: list[torch.Tensor | int] = [
-            sum(int(p.kv_present(layer).sum()) - int(p.evicted(layer).sum()) for p in cached) for layer in range(arch.n_layers)
+            sum(int(p.kv_present(layer).sum()) - int(p.evicted(layer).sum()) for p in cached)
+            for layer in range(run.arch.n_layers)
         ]
-        of_row = replace(work, layers=[], past_real=None, past_lengths=past)
-        own = pass_flops(arch, of_row, last.row(row), beta) + head_flops(arch, head_tokens)
+        of_row = replace(run.work, layers=[], past_real=None, past_lengths=past)
+        own = pass_flops(run.arch, of_row, last.row(row), run.beta) + head_flops(run.arch, head_tokens)
         ledgers.append(replace(own, executed=executed, signals=signals, nominal=own.nominal - skippable, skippable=skippable))
     return ledgers
 
@@ -253,7 +263,7 @@ def score(
     *,
     modules: Sequence[RuntimeModule] = (),
     execution: Execution = "compact",
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], object] = lambda done, of: None,
     dense: DenseLogits | None = None,
     decision_layers: Sequence[int] | None = None,
     keep: Keep = keep_nothing,
@@ -287,14 +297,12 @@ def score(
             rows: list[dict[str, Any]] = []
             billed = resident = 0
             for start in block[:: protocol.batch_size]:
-                if progress is not None:
-                    progress(done + start - block.start, len(windows))
+                progress(done + start - block.start, len(windows))
                 batch = windows[start : min(start + protocol.batch_size, block.stop)].to(model.device)
                 rows += _scored(run, model, start, batch, protocol, token_bytes, dense)
                 billed += run.kv_bytes.billed
                 resident += run.kv_bytes.resident
-            if progress is not None:
-                progress(done + len(block), len(windows))
+            progress(done + len(block), len(windows))
             return Block(rows, run.trace.compact(), billed, resident)
 
         parts = []
@@ -325,7 +333,7 @@ def _scored(
             apart.append(divergence(next(theirs), logits))
         head_tokens = logits.shape[1] + (protocol.name == "all")
         passes, spent = run.trace.passes[first_pass:], run.flops - before
-        ledgers.append(_ledger_by_window(run.arch, passes, head_tokens, spent, run.beta, run.work))
+        ledgers.append(_ledger_by_window(run, passes, head_tokens, spent))
         before = run.flops
         del logits
     next(theirs, None)  # the last call is kept when the iterator ends

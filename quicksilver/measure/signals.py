@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from quicksilver.measure.measurement import Measurement, Result, Setting
 from quicksilver.runtime.errors import ConfigError
@@ -35,17 +35,10 @@ class LookedInto:
 
 
 @dataclass(frozen=True)
-class SignalsResult(Result, section="texts"):
+class SignalsResult(Result, section=""):
     """The texts; their signals are in signals.safetensors, by the number of the text."""
 
     texts: list[LookedInto]
-
-    def to_json(self) -> Any:
-        return super().to_json()["texts"]
-
-    @classmethod
-    def from_json(cls, content: Any) -> Self:
-        return super().from_json({"texts": content})
 
 
 @dataclass

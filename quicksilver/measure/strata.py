@@ -85,10 +85,7 @@ def wilson(hits: NDArray[np.bool_] | Floats, clusters: NDArray[np.int64]) -> Sha
 
 def crossed(*strata: NDArray[np.int64]) -> NDArray[np.int64]:
     """Strata (n,) that agree in all of the given ones."""
-    whole = np.zeros(len(strata[0]), dtype=np.int64)
-    for number in map(_number, strata):
-        whole = whole * (number.max(initial=0) + 1) + number
-    return whole
+    return np.unique(np.column_stack(strata), axis=0, return_inverse=True)[1].reshape(-1)
 
 
 def quantile_bins(values: Floats, bins: int) -> NDArray[np.int64]:

@@ -102,8 +102,7 @@ class Task(Measurement, share=0.6):
         evaluated = None if self.evaluate is None else load_metric(self.evaluate)  # before the work, not after it
         task, examples = bench.examples.task, bench.examples.examples
         classes = label_classes(bench.model, task)
-        longest = getattr(bench.model.config, "max_position_embeddings", None) or bench.protocol.window_tokens
-        encoded = encode(examples, bench.tokenizer, min(int(longest), bench.protocol.window_tokens))
+        encoded = encode(examples, bench.tokenizer, bench.protocol.window_tokens)  # no more than the context: windows were scored
         rows: list[dict[str, Any]] = []
         with bench.apply() as run:
             for batch in batches(encoded, self.batch_size):

@@ -143,7 +143,7 @@ class Record:
         if content is None or (section == "" and not content.keys() & always):
             return None
         try:
-            self._results[name, result] = result.from_json(content)
+            self._results[name, result] = decoded(result, content)
         except Mistyped as error:
             raise _corrupt(self.path, f"{RECORD}, {section or name}: {error}") from error
         return typing.cast("R", self._results[name, result])

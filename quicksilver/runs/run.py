@@ -422,7 +422,7 @@ def measured_scalars(
     scalars: dict[str, Any] = {"batch_windows": len(bench.batch)}
     for name, result in run_measurements(bench, measurements, report).items():
         section = name if result.section is None else result.section
-        scalars |= {section: result.to_json()} if section else result.to_json()
+        scalars |= {section: encoded(result)} if section else encoded(result)
     return scalars
 
 

@@ -198,7 +198,7 @@ def test_marks_that_only_wikitext_has_are_no_content_words(config):
 
 def test_tags_are_kept_and_another_tagger_is_asked_anew(config, tmp_path, monkeypatch):
     first = tag_text(TEXT, config, None, tmp_path)
-    monkeypatch.setattr(annotation, "_Perceptron", lambda train: (_ for _ in ()).throw(RuntimeError))
+    monkeypatch.setattr(annotation, "_perceptron", lambda train: (_ for _ in ()).throw(RuntimeError))
     again = tag_text(TEXT, config, None, tmp_path)
     assert (again[0].digest, again[1]) == (first[0].digest, first[1])
     with pytest.raises(RuntimeError):
@@ -206,18 +206,12 @@ def test_tags_are_kept_and_another_tagger_is_asked_anew(config, tmp_path, monkey
 
 
 def test_a_spacy_model_is_given_the_words_as_they_are(config, monkeypatch):
-    class Fake:
-        name = "spaCy's fake 1"
-
-        def __init__(self, model: str) -> None:
-            assert model == "en_core_web_sm"
-
-        def tag(self, sentences):
-            for one in sentences:
-                yield [("VBZ", True) if word == "saw" else ("NN", False) for word in one]
+    def fake(model):
+        assert model == "en_core_web_sm"
+        return "spaCy's fake 1", lambda sentences: (["VBZ|AUX" if word == "saw" else "NN" for word in one] for one in sentences)
 
     monkeypatch.setattr(annotation, "find_spec", lambda name: name in ("spacy", "en_core_web_sm"))
-    monkeypatch.setattr(annotation, "_Spacy", Fake)
+    monkeypatch.setattr(annotation, "_spacy", fake)
     note, said = tag_text(TEXT, replace(config, name="auto"), None, None)
     assert np.unique(classes(note)[note.tag == "VBZ"]).tolist() == ["auxiliary"]
     assert said.startswith("tagged by spaCy's fake 1: ")

@@ -132,25 +132,16 @@ def test_labels_are_part_of_the_identity_and_places_are_not(data_root):
 
 def test_what_decides_a_score_and_is_not_in_the_text_is_part_of_the_identity(data_root, tmp_path):
     """A wrong choice, a value of a regression between two answers, who is judged together."""
-    rows = {
-        "copa": {"premise": "It rained.", "question": "effect", "choice1": "I got wet.", "choice2": "I sang.", "label": 0},
-        "multirc": {
-            "paragraph": "It rained.",
-            "question": "What?",
-            "answer": "Rain.",
-            "label": 1,
-            "idx": {"paragraph": 0, "question": 0, "answer": 0},
-        },
-        "stsb": {"sentence1": "It rained.", "sentence2": "It poured.", "label": "3.2"},
-    }
-    changes = {
-        "copa": {"choice2": "I slept."},
-        "multirc": {"idx": {"paragraph": 0, "question": 1, "answer": 0}},
-        "stsb": {"label": "3.4"},
-    }
-    for name, row in rows.items():
+    copa = {"premise": "It rained.", "question": "effect", "choice1": "I got wet.", "choice2": "I sang.", "label": 0}
+    place = {"paragraph": 0, "question": 0, "answer": 0}
+    multirc = {"paragraph": "It rained.", "question": "What?", "answer": "Rain.", "label": 1, "idx": place}
+    for name, row, change in (
+        ("copa", copa, {"choice2": "I slept."}),
+        ("multirc", multirc, {"idx": place | {"question": 1}}),
+        ("stsb", {"sentence1": "It rained.", "sentence2": "It poured.", "label": "3.2"}, {"label": "3.4"}),
+    ):
         found = []
-        for number, one in enumerate((row, row, row | changes[name])):
+        for number, one in enumerate((row, row, row | change)):
             file = tmp_path / f"{name}{number}.jsonl"
             file.write_text(f"{json.dumps(one)}\n" * 40)
             config = compose(
@@ -182,7 +173,7 @@ def test_scores_of_classes_are_scikit_learn_s(drawn):
     two = gold.clip(max=1), predicted.clip(max=1)
     assert f1(*two) == pytest.approx(metrics().f1_score(*two, zero_division=0.0))
     if len({*two[0], *two[1]}) == 2:  # scikit-learn warns of a single class
-        assert tasks.matthews(*two) == pytest.approx(metrics().matthews_corrcoef(*two), abs=1e-9)
+        assert tasks.pearson(*two) == pytest.approx(metrics().matthews_corrcoef(*two), abs=1e-9)
 
 
 @given(answers(st.integers(-9, 9)))
@@ -196,7 +187,7 @@ def test_correlations_are_scipy_s(drawn):
 def test_many_draws_at_once_are_the_same_as_one_by_one():
     rng = np.random.default_rng(0)
     gold, predicted = (rng.integers(0, 2, (7, 30)).astype(float) for _ in range(2))
-    for of in (tasks.accuracy, tasks.matthews, f1, tasks.f1_macro, tasks.spearman):
+    for of in (tasks.accuracy, tasks.pearson, f1, tasks.f1_macro, tasks.spearman):
         np.testing.assert_allclose(of(gold, predicted), [of(*pair) for pair in zip(gold, predicted, strict=True)])
 
 

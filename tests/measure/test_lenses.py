@@ -12,6 +12,7 @@ from thinning import first
 
 from quicksilver.measure.bench import Bench
 from quicksilver.measure.dense_states import BY_ENTROPY, INEQUALITIES, ROUNDED, Bounds, Lenses, _one, _Window, correlation
+from quicksilver.measure.measurement import decoded, encoded
 from quicksilver.measure.perplexity import Protocol
 from quicksilver.runtime import architecture_of
 from quicksilver.runtime.quantized.codes import quantize_dequantize
@@ -127,6 +128,6 @@ def test_every_inequality_is_tested_at_every_depth():
     measured = found.of("fusion", "measured", found.held[0].layer)
     one = found.of("fusion", "one", measured.layer)
     assert measured.bound_ratio == pytest.approx(one.bound_ratio * found.gains[measured.layer], rel=1e-4)
-    assert type(found).from_json(found.to_json()) == found
+    assert decoded(type(found), encoded(found)) == found
     with tiny.refused("was not tested at layer 99: there are layers"):
         found.of("halting", "one", 99)

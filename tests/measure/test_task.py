@@ -128,10 +128,8 @@ def test_a_choice_has_the_tokens_it_has_behind_its_prompt() -> None:
     assert [tokenizer.convert_ids_to_tokens(list(choice)) for choice in one.choices] == [["▁", *"yes"], ["▁", *"no"]]
     # A token that crosses the border is none of the choice: here it has those that it has alone.
     made = Tokenizer(models.BPE(vocab={one: n for n, one in enumerate(("a", "b", "ab"))}, merges=[("a", "b")]))
-    assert encode([Example("ba", ("b", "a"), 0, 0)], PreTrainedTokenizerFast(tokenizer_object=made), 32)[0].choices == (
-        (1,),
-        (0,),
-    )
+    one = encode([Example("ba", ("b", "a"), 0, 0)], PreTrainedTokenizerFast(tokenizer_object=made), 32)[0]
+    assert one.choices == ((1,), (0,))
 
 
 def test_a_text_without_labels_is_refused(words):

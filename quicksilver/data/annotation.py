@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property, partial
 from importlib.metadata import version
@@ -250,8 +251,11 @@ def _sentence(lines: list[tuple[int, str]], source: str) -> Sentence:
         if "." in place:
             continue  # an empty node is not written
         if "-" in place:
-            low, covered = map(int, place.split("-"))
-            units.append((form, list(range(low - 1, covered))))
+            low, high = (int(end) if end.isdigit() else 0 for end in place.split("-", 1))
+            if not len(words) < low <= high:
+                raise ConfigError(f"{source}, line {number}: {place!r} is no range of words from {len(words) + 1} on.")
+            units.append((form, list(range(low - 1, high))))
+            covered = high
             continue
         if not place.isdigit() or int(place) != len(words) + 1:
             raise ConfigError(f"{source}, line {number}: word {place!r} where word {len(words) + 1} was expected.")
@@ -261,6 +265,8 @@ def _sentence(lines: list[tuple[int, str]], source: str) -> Sentence:
     name = comments.get("sent_id", f"{source}, line {lines[0][0]}")
     if "text" not in comments:
         raise ConfigError(f"{source}, sentence {name}: it has no `# text = …`, so its words cannot be found in it.")
+    if not covered <= len(words) > 0:
+        raise ConfigError(f"{source}, sentence {name}: it has {len(words)} words, and a range up to {covered}.")
     begun = {key.partition(" ")[0] for key in comments}
     begins = "document" if "newdoc" in begun else "paragraph" if "newpar" in begun else ""
     forms, upos, tags = (list(column) for column in zip(*words, strict=True))
@@ -447,9 +453,10 @@ def _kept(
     digests = [hashlib.sha256(content).hexdigest() for content in (text.encode(), *banks)]
     key = hashlib.sha256(json.dumps([asdict(config), chosen, _MARKS, *digests]).encode()).hexdigest()
     path = None if cache is None else cache / f"tags-{key[:20]}.json"
-    if path is not None and path.is_file():
-        content = read_json(path)
-        return content["tags"], content["said"]
+    if path is not None:
+        with suppress(OSError, ValueError, KeyError, TypeError):  # not there yet, or damaged: tagged again
+            content = read_json(path)
+            return content["tags"], content["said"]
     train, test = (
         sentences(content.decode("utf-8"), str(name)) for content, name in zip(banks, (config.train, config.test), strict=True)
     )

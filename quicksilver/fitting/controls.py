@@ -183,12 +183,13 @@ class OracleExit(TokenPolicy, Fitted):
         arch = architecture_of(model)
         first, last = (round(part * arch.n_layers) for part in WINDOW)
         candidates = list(range(max(1, first), min(last, arch.n_layers - 2) + 1))
-        wanted = {layer: share_that_saves(arch, layer, self.save, windows.shape[1]) for layer in candidates}
+        has_head, n_tokens = self.head == "fitted", windows.shape[1]
+        wanted = {layer: share_that_saves(arch, layer, self.save, n_tokens, has_head) for layer in candidates}
         shares = {layer: share for layer, share in wanted.items() if share is not None}
         if not shares:
             raise ConfigError(f"save={self.save:g}: not even all tokens leaving before layer {candidates[0]} do so: ask less.")
         heads = {layer: torch.zeros(1 + arch.width, arch.width) for layer in shares}
-        if self.head == "fitted":
+        if has_head:
             heads = _exit_heads(arch, windows, list(shares), batch_size, self.protect_first)
         costs: dict[int, list[torch.Tensor]] = {layer: [] for layer in shares}
         for batch in windows.split(batch_size):
@@ -196,7 +197,7 @@ class OracleExit(TokenPolicy, Fitted):
             for layer in shares:
                 kl = _kl_nats(arch, dense, _read(states[layer], heads[layer].to(dense.device)))
                 costs[layer].append(kl[:, self.protect_first :].flatten().cpu())
-        of_those_that_may = windows.shape[1] / max(1, windows.shape[1] - self.protect_first)
+        of_those_that_may = n_tokens / max(1, n_tokens - self.protect_first)
         exits = [
             Exit.at(layer, heads[layer], torch.cat(costs[layer]), min(1.0, share * of_those_that_may))
             for layer, share in shares.items()
@@ -273,7 +274,9 @@ def _exit_heads(
     """Ridge regression of what the layers from each on add to a state: (1 + D, D) float32 by layer."""
     sums = {layer: Sums(arch.width, arch.width) for layer in layers}
     for batch in windows.split(batch_size):
-        states, _ = _states(arch, batch.to(arch.model.device))
+        states: dict[int, torch.Tensor] = {}
+        with entering(arch, states.__setitem__):
+            arch.model(input_ids=batch.to(arch.model.device), use_cache=False, logits_to_keep=1)
         last = states[arch.n_layers][:, protect_first:].flatten(0, 1).float()
         for layer, one in sums.items():
             own = states[layer][:, protect_first:].flatten(0, 1).float()
@@ -281,14 +284,15 @@ def _exit_heads(
     return {layer: one.solution(RIDGE, f"entering layer {layer}").float() for layer, one in sums.items()}
 
 
-def share_that_saves(arch: Architecture, before: int, save: float, n_tokens: int) -> float | None:
-    """The least share of tokens that must leave before a layer to save so much of a scored window; None: not even all."""
+def share_that_saves(arch: Architecture, before: int, save: float, n_tokens: int, has_head: bool) -> float | None:
+    """The least share of tokens that must leave before a layer to save so much of a scored window; None: not even all. `has_head`: an exit
+    head reads each of them."""
     head = head_flops(arch, n_tokens).executed
     whole = arch.n_layers * LayerWork(1, n_tokens, None).flops(arch) + head
     for leaving in range(n_tokens + 1):
         active = [n_tokens] * before + [n_tokens - leaving] * (arch.n_layers - before)
         work = layers_work(arch, active, {before: leaving})
-        exit_head = 2 * (1 + arch.width) * arch.width * leaving
+        exit_head = 2 * (1 + arch.width) * arch.width * leaving * has_head
         if sum(one.flops(arch) for one in work) + head + exit_head <= whole * (1 - save):
             return leaving / n_tokens
     return None

@@ -78,7 +78,9 @@ class CodeCarbonMeter:
         self._kinds = tuple(counters) or tuple(found)
         self.method = " + ".join(counters.values()) or "; ".join(ESTIMATES.get(source, source) for source in found.values())
         if not self._kinds:
-            raise ConfigError("codecarbon finds nothing on this machine whose energy it could tell: add measure.energy=false.")
+            raise ConfigError(
+                "codecarbon finds nothing on this machine whose energy it could tell: add measure.emissions=false measure.energy=false."
+            )
 
     def start(self) -> None:
         self._tracker.start_task()

@@ -342,11 +342,13 @@ class Blocks:
             while left := [block for block in blocks if not paths[block].exists()]:
                 taken = len(mine)
                 for block in left:
-                    there = shared and self._store.path(self._fingerprint).exists()
-                    # With records=own, one that was only confirmed is none.
-                    if there and self._store.get(self._fingerprint) is not None:
-                        raise SupersededError
-                    if (held := lease.take(paths[block].with_suffix(".lock"))) is None:
+                    self._check_superseded(shared)
+                    try:
+                        held = lease.take(paths[block].with_suffix(".lock"))
+                    except FileNotFoundError:  # the folder, if another process finished the run just now
+                        self._check_superseded(shared)
+                        raise
+                    if held is None:
                         continue
                     try:
                         with held:
@@ -361,9 +363,16 @@ class Blocks:
                 if len(mine) == taken:
                     time.sleep(NAP_S)  # all that is left is computed elsewhere
             # Those computed here are read again, too: memory does not grow with what is behind.
-            return (self._read(path, block in mine) or made(block) for block, path in paths.items())
+            return (self._read(path, block in mine, shared) or made(block) for block, path in paths.items())
 
         return keep
+
+    def _check_superseded(self, shared: bool) -> None:
+        """Raises SupersededError where another process finished the run."""
+        there = shared and self._store.path(self._fingerprint).exists()
+        # With records=own, one that was only confirmed is none.
+        if there and self._store.get(self._fingerprint) is not None:
+            raise SupersededError
 
     def _compute(self, path: Path, block: range, compute: Callable[[range], Block]) -> Block:
         began = time.monotonic()
@@ -372,11 +381,13 @@ class Blocks:
             write_atomically(path, packed(found, time.monotonic() - began), sync=False)
         return found
 
-    def _read(self, path: Path, mine: bool) -> Block | None:
-        """The block; None: its file is damaged, which is said. The seconds of one that is `mine` are counted already."""
+    def _read(self, path: Path, mine: bool, shared: bool) -> Block | None:
+        """The block; None: its file is damaged, which is said. The seconds of one that is `mine` are counted already. Raises
+        SupersededError: another process finished the run and removed it."""
         try:
             block, seconds = unpacked(path.read_bytes())
         except (ValueError, OSError) as error:
+            self._check_superseded(shared)
             _say(f"{path} is damaged ({error}): these windows are scored again, all others are taken as they are.")
             return None
         self.seconds += 0 if mine else seconds

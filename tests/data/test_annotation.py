@@ -82,6 +82,9 @@ def test_what_is_no_aligned_conllu_and_a_tree_that_is_none_or_does_not_cover_its
         (block("I go now", ("1", "I", "PRON", "PRP"), ("2", "go", "VERB", "VBP")), "'now' at character 5 is no word"),
         ("1\tI\t_\n", "line 1: 3 columns"),
         (block("I", ("2", "I", "PRON", "PRP")), "word '2' where word 1 was expected"),
+        (block("I", ("1-x", "I", "_", "_"), ("1", "I", "PRON", "PRP")), "line 2: '1-x' is no range of words from 1 on"),
+        (block("I", ("1-2", "I", "_", "_"), ("1", "I", "PRON", "PRP")), "it has 1 words, and a range up to 2"),
+        (block("I", ("0.1", "I", "PRON", "PRP")), "it has 0 words"),
         ("1\tI\t_\tPRON\tPRP\t_\t_\t_\t_\t_\n", "no `# text"),
         ("", "no sentence"),
         (block("I", ("1", "I", "PRON", "PRON")), r"word 1 \(I\): 'PRON' is no tag of the penn tag set.*reader=treebank-upos"),
@@ -203,6 +206,10 @@ def test_tags_are_kept_and_another_tagger_is_asked_anew(config, tmp_path, monkey
     assert (again[0].digest, again[1]) == (first[0].digest, first[1])
     with pytest.raises(RuntimeError):
         tag_text(TEXT, replace(config, train=config.test), None, tmp_path)
+    (kept,) = tmp_path.glob("tags-*.json")
+    kept.write_text("{")
+    with pytest.raises(RuntimeError):  # what is damaged is no answer
+        tag_text(TEXT, config, None, tmp_path)
 
 
 def test_a_spacy_model_is_given_the_words_as_they_are(config, monkeypatch):

@@ -373,7 +373,9 @@ def test_what_comes_after_a_token_moves_neither_its_decision_nor_its_logits_and_
 
 
 def test_the_share_of_tokens_that_saves_so_much_rises_with_it() -> None:
-    shares = [share_that_saves(architecture_of(tiny.load("gpt2")), 2, saved, N) for saved in (0.0, 0.05, 0.1, 0.99)]
+    arch = architecture_of(tiny.load("gpt2"))
+    shares = [share_that_saves(arch, 2, saved, N, True) for saved in (0.0, 0.05, 0.1, 0.99)]
+    assert share_that_saves(arch, 2, 0.3, N, False) < share_that_saves(arch, 2, 0.3, N, True), "an exit head costs something"
     assert shares[0] == 0
     assert shares[3] is None
     assert 0 < shares[1] < shares[2] <= 1

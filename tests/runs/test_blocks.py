@@ -25,6 +25,7 @@ from quicksilver.runs.context import RunContext
 from quicksilver.runs.run import ensure, plan
 from quicksilver.runtime.errors import QuickSilverError
 from quicksilver.runtime.trace import _TENSORS as TENSORS
+from quicksilver.runtime.trace import Trace
 
 DENSE_BLOCKS = 3  # ten windows in batches of two, two batches a block
 CONTEXT = RunContext()  # the model is loaded once
@@ -259,6 +260,19 @@ def test_two_processes_share_the_blocks_of_a_run_and_make_one_record(whole, worl
     assert helped == [DENSE_BLOCKS + 1, DENSE_BLOCKS + 2]  # the third of the first pass; it has no trace yet for the null
     help_it()  # the record is there
     assert len(computed.written) == len(set(computed.written)) == 3 * DENSE_BLOCKS
+
+
+def test_a_helper_whose_blocks_the_maker_removed_takes_the_makers_record(tmp_path, monkeypatch):
+    store, fingerprint = Store(tmp_path), "0" * 20
+    blocks = Blocks(store, fingerprint)
+    found = blocks.of_pass("quality", shared=True)(
+        [range(5)], lambda block, done: perplexity.Block([{"window": 0}], Trace(1), 0, 0)
+    )
+    blocks.remove()
+    store.path(fingerprint).mkdir(parents=True)
+    monkeypatch.setattr(Store, "get", lambda *_: "the record")
+    with pytest.raises(kept.SupersededError):
+        list(found)
 
 
 def test_a_process_that_would_wait_for_a_run_helps_unless_a_clock_is_read(world, tmp_path, monkeypatch):

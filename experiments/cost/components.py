@@ -26,7 +26,6 @@ from quicksilver.report.table import NO_VALUE, Column, Panel, Table, number, num
 from quicksilver.runtime.errors import ConfigError
 
 from .. import drawing as draw
-from ..drawing import folded
 from . import costs
 
 COMPONENTS = {  # as `quicksilver.measure.components` names them -> what is printed
@@ -55,14 +54,14 @@ def breakdown(record: Record, who: str) -> BreakdownResult:
     return found.dense if who == "dense" else found.ours
 
 
-def saved(record: Record, component: str, floor_pct: float) -> tuple[float, float] | None:
-    """Percent of a component's dense time that is gone, and how much of that is noise: the A/A floor of the whole pass, pooled over the runs, or
-    half of the two interquartile ranges where that is more. None where one of the two has no such component."""
+def saved(record: Record, component: str, floor_pct: float) -> Estimate | None:
+    """Percent of a component's dense time that is gone, within its noise: the A/A floor of the whole pass, pooled over the runs, or half of the two
+    interquartile ranges where that is more. None where one of the two has no such component."""
     dense, run = (breakdown(record, who).components.get(component) for who in ("dense", "run"))
     if dense is None or run is None or not dense.median_ms:
         return None
     spread = 100 * (dense.iqr_ms + run.iqr_ms) / 2 / dense.median_ms
-    return 100 * (1 - run.median_ms / dense.median_ms), max(floor_pct, spread)
+    return costs.within(100 * (1 - run.median_ms / dense.median_ms), max(floor_pct, spread))
 
 
 # --- Table 7 ----------------------------------------------------------------------------------------------------------------------
@@ -98,7 +97,7 @@ def _rows(records: Mapping[str, Record], floors: Mapping[str, Mapping[str, Any]]
             floor = floors[run][comparison.FLOOR]
             found |= simulated[run]
             if not record.simulated and (gone := saved(record, component, floor)) is not None:
-                found |= {f"{run}_is_own": gone[1] > floor, f"{run}_saved_pct": gone[0], f"{run}_noise_pct": gone[1]}
+                found |= {f"{run}_is_own": gone.floor > floor, f"{run}_saved_pct": gone.value, f"{run}_noise_pct": gone.floor}
         yield found
     for key, technique in ((TOTAL, "Total: the untouched pass"), (SUM, "Sum of the above")):
         found = row("All of it", key, technique)
@@ -141,7 +140,7 @@ def _answer(component: str, quantity: str) -> AnsweredBy:
         if quantity != "speedup_pct":
             found = breakdown(record, "dense" if quantity == "dense_ms" else "run")
             if component == TOTAL:
-                return Estimate(*[found.headline_ms] * 3)
+                return costs.within(found.headline_ms)
             if (part := found.components.get(component)) is None:
                 return None
             return Estimate(part.median_ms, part.median_ms - part.iqr_ms / 2, part.median_ms + part.iqr_ms / 2)
@@ -149,8 +148,7 @@ def _answer(component: str, quantity: str) -> AnsweredBy:
         if component == TOTAL:
             assert whole.run_ratio is not None  # of a run with modules
             return costs.time_saved(whole.run_ratio, floor)
-        gone = saved(record, component, floor)
-        return None if gone is None else Estimate(gone[0], gone[0] - gone[1], gone[0] + gone[1], gone[1])
+        return saved(record, component, floor)
 
     what = f"{COMPONENTS.get(component, 'the whole pass')} of a prompt, all four together"
     note = f"{what}, in the rounds that time its parts: `latency` in the record has rounds of its own"
@@ -292,9 +290,8 @@ def _estimate(quantity: str, record: Record) -> Estimate | None:
         raise ConfigError(f"energy was not measured, but estimated from the clock ({energy.method})")
     if quantity == "dense_g_per_token":
         grams = energy.dense.net_gco2_per_token
-        return None if isinstance(grams, str) else Estimate(grams, grams, grams)
-    saved = costs.joules_saved(record)  # in percent of dense joules, and so of emissions: the grid's factor cancels out
-    return saved and Estimate(saved[0], saved[0] - saved[1], saved[0] + saved[1], saved[1])
+        return None if isinstance(grams, str) else costs.within(grams)
+    return costs.joules_saved(record)  # in percent of dense joules, and so of emissions: the grid's factor cancels out
 
 
 _ENTRIES = {f"f2.{step.rpartition('.')[2]}": step for step in [*STEPS][1:]}
@@ -320,7 +317,9 @@ def figure16_speed_emissions(outcomes: Sequence[Outcome], name: str) -> Figure:
         _speed(axes[0, 0], members)
         _energy(axes[0, 1], members)
         for plot in axes.flat:
-            plot.set_xticks(range(len(members)), [folded(row["technique"].replace("Quanti", "Quanti-"), 10) for row in members])
+            plot.set_xticks(
+                range(len(members)), [draw.folded(row["technique"].replace("Quanti", "Quanti-"), 10) for row in members]
+            )
             plot.set_xlim(-0.6, len(members) - 0.4)
             plot.grid(axis="x", visible=False)
     caption = (
@@ -352,7 +351,7 @@ def _costs(record: Record) -> dict[str, Any]:
     latency = record.measured("latency", LatencyResult)
     row |= comparison.time_saved("speedup_pct", latency.latency_ratio) | {comparison.FLOOR: latency.noise_floor_pct}
     if (saved := costs.joules_saved(record)) is not None:
-        row |= {"energy_pct": 100 - saved[0], "energy_resolution_pct": saved[1]}
+        row |= {"energy_pct": 100 - saved.value, "energy_resolution_pct": saved.floor}
     return row
 
 
@@ -444,7 +443,7 @@ def _stages(record: Record) -> dict[str, Any]:
     row |= {name: 100 * (ratio - 1) for name, ratio in deciding.items()}
     row |= {comparison.FLOOR: found.noise_floor_pct, "method": costs.method(record)}
     if (joules := costs.joules_saved(record)) is not None:
-        row["joules_saved_pct"], row["joules_resolution_pct"] = joules
+        row |= {"joules_saved_pct": joules.value, "joules_resolution_pct": joules.floor}
     return row
 
 

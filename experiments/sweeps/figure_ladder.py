@@ -19,8 +19,7 @@ from quicksilver.records.stats import Interval, bootstrap, mean
 from quicksilver.report import comparison, sweeps
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figure import GREY, Figure, legend_below, letters, panels, style
-from quicksilver.report.table import ENDS, signed
-from quicksilver.runtime.errors import ConfigError
+from quicksilver.report.table import ENDS, interval_columns, signed
 
 from .. import drawing as draw
 from ..ablation.techniques import SETTINGS, options, row_of
@@ -115,7 +114,7 @@ def measured(outcomes: Sequence[Outcome]) -> pd.DataFrame:
             others = signals if row.key == PREDICTED else signals[1:] if outcome in signals[:1] else []
             if others:
                 difference = bootstrap(mean, _kl(others[0].record) - _kl(record))
-                known |= {"beside": others[0].row.key, **_named("beside_kl_nats", difference)}
+                known |= {"beside": others[0].row.key, **interval_columns("beside_kl_nats", difference)}
         more.append(known)
     found = pd.concat([found, pd.DataFrame(more, columns=COLUMNS)], axis=1)
     trends = pd.DataFrame(_trends(outcomes))
@@ -136,7 +135,7 @@ def _trends(outcomes: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
         slope = slope_per_doubling([one.model.parameters for one in rungs], [_kl(one) for one in rungs])
         row = {"panel": TREND, "section": "", "key": technique, "technique": title, "status": TREND, "sizes": len(rungs)}
         alike = len({trained_tokens(one.model.name) for one in rungs}) == 1
-        yield row | {"alike": alike, **_named("kl_nats_per_doubling", slope)}
+        yield row | {"alike": alike, **interval_columns("kl_nats_per_doubling", slope)}
 
 
 def slope_per_doubling(parameters: Sequence[int], kl_nats: Sequence[np.ndarray]) -> Interval:
@@ -159,13 +158,6 @@ def _kl(record: Record | None) -> np.ndarray:
     """(W,) nats a token, in the order of the text."""
     assert record is not None
     return record.windows.sort_values("window")["kl_nats"].to_numpy(np.float64)
-
-
-def _named(name: str, found: Interval) -> dict[str, float]:
-    values = {f"{name}{end}": float(value) for end, value in zip(ENDS, (found.value, found.low, found.high), strict=True)}
-    if not all(map(math.isfinite, values.values())):
-        raise ConfigError(f"{name}: {values} are no numbers.")
-    return values
 
 
 # --- the figure -------------------------------------------------------------------------------------------------------------------
@@ -324,7 +316,7 @@ def _seeds(outcomes: Sequence[Outcome]) -> str:
     for key in TECHNIQUES:
         if all((model, key) in found for model in SEEDS):
             first, second = (found[model, key] for model in SEEDS)
-            apart, undecided = _times_100(_named("apart", bootstrap(mean, second - first)), "apart")
+            apart, undecided = _times_100(interval_columns("apart", bootstrap(mean, second - first)), "apart")
             means = f"{100 * first.mean():.2f} and {100 * second.mean():.2f}"
             parts.append(f"{_named_in_text(key)} {means} ({apart}{undecided})")
     same = "differ in the seed of their weights and windows, and in docstrings of other package versions"

@@ -8,13 +8,13 @@ phrases, so the smallest common constituent being one answers its claims, by its
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from quicksilver.measure.strata import Share
 from quicksilver.measure.words import PAIRS, WORDS, ConstituentsResult, Fused, inside
 from quicksilver.records.record import TRACE, Record
 from quicksilver.records.stats import bootstrap
@@ -22,7 +22,7 @@ from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row, artefact
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
-from quicksilver.report.figure import GREY, PALETTE, Figure, legend_below, panels, percent_of_shares, style, whiskers
+from quicksilver.report.figure import GREY, PALETTE, Figure, legend_below, panels, percent_of_shares, style
 from quicksilver.report.table import ENDS, Column, Panel, Table, interval_columns, with_ends
 from quicksilver.runtime.errors import ConfigError
 
@@ -282,31 +282,22 @@ def _over_depth(axis: Axes, records: Sequence[Record], definition: str) -> pd.Da
     found = result(records[0])
     chosen = [one for one in found.closest if one.precision]
     layers = np.array([one.layer for one in chosen])
-    share = 100 * np.array([_ends(one.precision[definition]) for one in chosen])
     frame = pd.DataFrame({"definition": definition, "layer": layers})
-    frame[[f"closest_pct{end}" for end in ENDS]] = share
+    frame[[f"closest_pct{end}" for end in ENDS]] = 100 * np.array([astuple(one.precision[definition]) for one in chosen])
     for null, (colour, dash, label) in _NULLS.items():
-        band = percent_of_shares([_ends(one.nulls[definition][null].chance) for one in chosen])
+        band = percent_of_shares([astuple(one.nulls[definition][null].chance) for one in chosen])
         axis.fill_between(layers, band[:, 1], band[:, 2], color=colour, alpha=0.3, linewidth=0)
         draw.line(axis, layers, band[:, 0], color=colour, linestyle=dash, label=label)
         frame[[f"{null.replace(' ', '_')}_pct{end}" for end in ENDS]] = band
     look: dict[str, Any] = {"color": PALETTE[1], "linestyle": "-", "marker": "o", "capsize": 2, "elinewidth": 0.8}
-    axis.errorbar(layers, share[:, 0], yerr=whiskers(*share.T), label=f"the closest {found.share:.0%} of neighbours", **look)
+    draw.intervals(axis, layers, frame, "closest_pct", label=f"the closest {found.share:.0%} of neighbours", **look)
     marked = [(one.layer, 100 * one.precision[definition].value) for one in map(fused, records) if one is not None]
-    _marks(axis, marked, "really fused there", marker="D", markersize=6, markerfacecolor="none")
+    if marked:
+        look = {"color": "black", "marker": "D", "markersize": 6, "markerfacecolor": "none", "label": "really fused there"}
+        draw.points(axis, *zip(*marked, strict=True), **look)
     if definition == "short":
         at = [fraction * records[0].model.layers for fraction in PAPER_DEPTHS.values()]
         for quantity, label, marker, size in (("precision_pct", "fused", "*", 9), ("random_precision_pct", "random", "x", 6)):
-            stated = (reported()[f"table9.layer{layer}"].values[quantity] for layer in PAPER_DEPTHS)
-            _marks(axis, [*zip(at, stated, strict=True)], f"the paper, {label}", marker=marker, markersize=size)
+            stated = [reported()[f"table9.layer{layer}"].values[quantity] for layer in PAPER_DEPTHS]
+            draw.points(axis, at, stated, color="black", label=f"the paper, {label}", marker=marker, markersize=size)
     return frame
-
-
-def _ends(share: Share) -> tuple[float, float, float]:
-    return share.value, share.low, share.high
-
-
-def _marks(axis: Axes, places: Sequence[tuple[float, float]], label: str, **look: Any) -> None:
-    """Black marks, the first of them with the label."""
-    for place, (x, y) in enumerate(places):
-        draw.points(axis, [x], [y], color="black", label=None if place else label, **look)

@@ -18,11 +18,12 @@ from quicksilver.measure.components import KERNELS, BreakdownResult
 from quicksilver.measure.latency import LatencyResult
 from quicksilver.records.record import Record
 from quicksilver.report import comparison, provenance
+from quicksilver.report import table as tables
 from quicksilver.report.artefacts import Outcome, artefact
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
 from quicksilver.report.figure import GREY, HATCHES, PALETTE, Figure, legend_below, panels, style, whiskers
-from quicksilver.report.table import NO_VALUE, Column, Panel, Table, number, numbers, signed, time_cell, time_difference_cell
+from quicksilver.report.table import NO_VALUE, Column, Panel, Table, filled, number, numbers, signed, time_cell
 from quicksilver.runtime.errors import ConfigError
 
 from .. import drawing as draw
@@ -120,14 +121,12 @@ def _rows(records: Mapping[str, Record], floors: Mapping[str, Mapping[str, Any]]
 def _ms(key: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     if row.get(f"{key}_method") == costs.SIMULATED:
         return (costs.SIMULATED,)
-    residual, value, around = (number(row, f"{key}_{part}") for part in ("residual_pct", "ms", "iqr_ms"))
-    if residual is not None or value is None:
-        return (NO_VALUE if residual is None else f"{signed(residual)}%",)
-    return (f"{value:.1f}",) if around is None else (f"{value:.1f}", f"± {around / 2:.1f}")
+    residual = number(row, f"{key}_residual_pct") is not None
+    return filled(f"{{{key}_residual_pct:+.1f}}%" if residual else f"{{{key}_ms:.1f}}\n± {{{key}_iqr_ms:0.5*.1f}}", row)
 
 
 def _saved_cell(run: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-    found = time_difference_cell(number(row, f"{run}_saved_pct"), number(row, f"{run}_noise_pct"))
+    found = tables.time_difference_cell(number(row, f"{run}_saved_pct"), number(row, f"{run}_noise_pct"))
     return found if row.get(f"{run}_is_own") is True else found[:1]
 
 
@@ -167,8 +166,8 @@ def table07_component_latency(outcomes: Sequence[Outcome], name: str) -> Table:
     """Table 7: latency by component, dense inference against all four mechanisms, and against halting by attention."""
     columns = [
         Column("", "component", "{technique}", align="left"),
-        Column("paper reports, ms", "dense", partial(_ms, "reported_dense"), expendable=3),
-        Column("paper reports, ms", "QuickSilver", partial(_ms, "reported_quicksilver"), expendable=3),
+        Column("paper reports, ms", "dense", "{reported_dense_ms:.1f}", expendable=3),
+        Column("paper reports, ms", "QuickSilver", "{reported_quicksilver_ms:.1f}", expendable=3),
         Column("paper reports, ms", "saved %", "{reported_speedup_pct:+.1f}", expendable=2),
         Column("measured, ms", "dense", partial(_ms, "dense")),
     ]
@@ -260,20 +259,14 @@ def figure_layer_times(outcomes: Sequence[Outcome], name: str) -> Figure:
 
 
 # --- speed and energy (Figure 16) -----------------------------------------------------------------------------------------------
-# row -> what F.2 says of it: (entry of the speedup, entry of the emissions); the full stack is the last step here
+# row -> what F.2 says of it; the full stack is the last step here
 STEPS = {
-    costs.DENSE: (None, None),
-    "cumulative.halting": ("f2.halting", "f2.halting"),
-    "cumulative.kv_skipping": (None, "f2.kv_skipping"),
-    "cumulative.fusion": (None, "f2.fusion"),
-    "cumulative.quantization": ("f2.joint", "f2.joint"),
+    "cumulative.halting": reported()["f2.halting"].values,
+    "cumulative.kv_skipping": reported()["f2.kv_skipping"].values,
+    "cumulative.fusion": reported()["f2.fusion"].values,
+    costs.JOINT: reported()["f2.joint"].values,
 }
-_DENSE_G = reported()["f2.halting"].values["dense_g_per_token"]
-STATED = {
-    key: ({} if speed is None else {"reported_speedup_pct": reported()[speed].values["speedup_pct"]})
-    | ({} if grams is None else {"reported_emissions_pct": 100 * reported()[grams].values["emissions_g_per_token"] / _DENSE_G})
-    for key, (speed, grams) in STEPS.items()
-}
+_DENSE_G = STEPS["cumulative.halting"]["dense_g_per_token"]
 ENERGY = ("net_j_per_token", "gross_j_per_token", "net_gco2_per_token", "resolution_j_per_token")
 _COLUMNS_16 = [
     *("key", "technique", "status", "method", *ENERGY, "energy_pct", "record", "reported_speedup_pct", "reported_emissions_pct"),
@@ -294,7 +287,7 @@ def _estimate(quantity: str, record: Record) -> Estimate | None:
     return costs.joules_saved(record)  # in percent of dense joules, and so of emissions: the grid's factor cancels out
 
 
-_ENTRIES = {f"f2.{step.rpartition('.')[2]}": step for step in [*STEPS][1:]}
+_ENTRIES = {f"f2.{step.rpartition('.')[2]}": step for step in STEPS}
 _ANSWERS = {
     f"{entry}.{quantity}": (
         AnsweredBy(costs.PANEL, key, of=partial(costs.pooled, costs.of_a_batch, key))
@@ -307,10 +300,15 @@ _ANSWERS = {
 }
 
 
-@artefact(partial(costs.rows, *STEPS), answers=_ANSWERS)
+@artefact(partial(costs.rows, costs.DENSE, *STEPS), answers=_ANSWERS)
 def figure16_speed_emissions(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Figure 16: cumulative speedup with energy and emissions per token."""
-    frame = pd.DataFrame([row | STATED[row["key"]] for row in costs.measured(outcomes, _costs)], columns=_COLUMNS_16)
+    found = costs.measured(outcomes, _costs)
+    for row in found:
+        if (said := STEPS.get(row["key"])) is not None:
+            row["reported_speedup_pct"] = said.get("speedup_pct")
+            row["reported_emissions_pct"] = 100 * said["emissions_g_per_token"] / _DENSE_G
+    frame = pd.DataFrame(found, columns=_COLUMNS_16)
     members = frame.to_dict("records")
     with style():
         drawing, axes = panels(1, 2, size=(8.6, 3.6))
@@ -459,12 +457,12 @@ def realization(time_saved_pct: float, flops_saved_pct: float, noise_pct: float)
 def table_waterfall(outcomes: Sequence[Outcome], name: str) -> Table:
     """Table and figure waterfall: how much of what a mechanism promises arrives: operations, kernel time, wall clock, joules."""
     found = frame(outcomes)
-    stages = [Column(group, heading, partial(_cell, stage)) for stage, (group, heading, _) in STAGES.items()]
+    stages = STAGES.items()
     columns = (
         Column("", "technique", "{technique}", align="left"),
-        *stages[:2],
+        *(Column(group, heading, f"{{{stage}:+.1f}}") for stage, (group, heading, _) in stages if stage not in TIMED),
         Column("", "deciding takes", partial(_cell, "policy_pct")),
-        *stages[2:],
+        *(Column(group, heading, partial(_cell, stage)) for stage, (group, heading, _) in stages if stage in TIMED),
         Column("", "realized", "{realization:.2f}"),
     )
     legend = (
@@ -483,10 +481,8 @@ def table_waterfall(outcomes: Sequence[Outcome], name: str) -> Table:
 
 
 def _cell(stage: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-    """A stage; times and joules with what they cannot be told from."""
+    """A stage that takes time or energy, with what it cannot be told from."""
     value = number(row, stage)
-    if stage not in (*TIMED, "policy_pct"):
-        return (signed(value),)
     if row.get("method") == costs.SIMULATED:
         return (costs.SIMULATED,)
     if stage != "joules_saved_pct":

@@ -252,13 +252,10 @@ DECAYING = {
 }
 
 
-def _decay_of_30(record: Record) -> Estimate:
-    return Estimate.of(decay_of_prompts(record)[0], record.model.layers / 30)
-
-
 _FITTED = "fitted up to the layers that halted tokens take part in again; for each of 30 layers"
 # Fusion takes away a share that is configured, all at once; so halting alone has a row of its own.
-_ANSWER = tuple(AnsweredBy(PANEL, key, of_record=_decay_of_30, note=f"{DECAYING[key]}, {_FITTED}") for key in (HALTING, ALL_FOUR))
+_of_30 = lambda record: Estimate.of(decay_of_prompts(record)[0], record.model.layers / 30)
+_ANSWER = tuple(AnsweredBy(PANEL, key, of_record=_of_30, note=f"{DECAYING[key]}, {_FITTED}") for key in (HALTING, ALL_FOUR))
 
 
 @artefact(_of_table_11(*DECAYING), (TRACE,), {"k.decay.decay_per_layer": _ANSWER})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from quicksilver.report import comparison, sweeps
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figure import GREY, Figure, legend_below, letters, panels, style
 from quicksilver.report.table import ENDS, interval_columns, signed
+from quicksilver.runtime.reading import read_json
 
 from .. import drawing as draw
 from ..ablation.techniques import SETTINGS, options, row_of
@@ -85,13 +85,9 @@ def rows() -> list[Row]:
     return found
 
 
-def trained_tokens(model: str) -> int | None:
-    """How many tokens the model was trained on, as its training wrote; None: it did not."""
-    path = EMBEDDED / model / "training.json"
-    if not path.is_file():
-        return None
-    held_out = json.loads(path.read_text(encoding="utf-8")).get("held_out") or [{}]
-    return held_out[-1].get("tokens")
+def trained_tokens(model: str) -> Any:
+    """How many tokens the model was trained on, as its training wrote."""
+    return read_json(EMBEDDED / model / "training.json")["held_out"][-1]["tokens"]
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------------------
@@ -224,12 +220,11 @@ def _draw(plot: Any, points: pd.DataFrame, cost: str, *, by_size: bool) -> None:
             look |= {} if by_size else {"linestyle": ""}
             draw.intervals(plot, x, mine, cost, times=_COSTS[cost][0], **look)
     plot.set_xscale("log", base=2)
-    described = []  # `ladder-gpt2-1m`, below it its size, depth and training, in short lines
+    described = []
     for model in sizes.to_dict("records"):
-        trained = [] if pd.isna(model["trained_tokens"]) else [f"{_millions(model['trained_tokens'])} tokens"]
         family, _, size = model["panel"].partition("-")
-        lines = [f"{family}-", size, f"{_millions(model['parameters'])} parameters", f"{model['layers']:.0f} layers", *trained]
-        described.append("\n".join(lines))
+        parameters, tokens = (_millions(model[name]) for name in ("parameters", "trained_tokens"))
+        described.append(f"{family}-\n{size}\n{parameters} parameters\n{model['layers']:.0f} layers\n{tokens} tokens")
     plot.set_xticks(list(where), described)
     plot.minorticks_off()
     if len(sizes):

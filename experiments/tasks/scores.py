@@ -25,7 +25,7 @@ from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
 from quicksilver.report.comparison import MEASURED, technique_cell
 from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, legend_below, letters, panels, style
-from quicksilver.report.table import ENDS, Column, Panel, Table, filled, interval_columns, number, numbers, signed, with_ends
+from quicksilver.report.table import ENDS, Column, Panel, Table, filled, interval_columns, number, signed, with_ends
 from quicksilver.runtime.errors import ConfigError
 
 from .. import drawing as draw
@@ -411,5 +411,4 @@ def _caption(drawn: pd.DataFrame, outcomes: Sequence[Outcome]) -> tuple[str, ...
 
 
 def _interval(row: Mapping[Any, Any], name: str) -> str:
-    value, low, high = map(signed, numbers(row, name))
-    return f"{value} [{low} {high}]"
+    return filled(with_ends(name, "+.1f", " "), row)[0]

@@ -116,15 +116,13 @@ _PHRASE = "the smallest common constituent is a phrase, no clause; gold trees"
 _D3 = "fusion alone with D.3's threshold, at half of the depth; the percentile was taken on other text"
 
 
-def _answer(
-    key: str, of: Callable[[Fused], Any], beyond: Callable[[Fused], Any] | None = None, note: str = _PHRASE
-) -> AnsweredBy:
+def _answer(key: str, of: Callable[[Fused], Any], beyond: Callable[[Fused], Any], note: str = _PHRASE) -> AnsweredBy:
     """Shares of the fused neighbours of that run, in percent."""
 
     def percent(what: Callable[[Fused], Any]) -> Callable[[Record], Estimate | None]:
         return lambda record: None if (one := fused(record)) is None else Estimate.of(what(one), 100)
 
-    return AnsweredBy(FUSION, key, of_record=percent(of), beyond_chance=percent(beyond) if beyond else None, note=note)
+    return AnsweredBy(FUSION, key, of_record=percent(of), beyond_chance=percent(beyond), note=note)
 
 
 def _precision(key: str, definition: str = "phrase", note: str = _PHRASE) -> AnsweredBy:
@@ -141,12 +139,10 @@ def _random(key: str) -> AnsweredBy:
 
 def _deeper(outcomes: Mapping[str, Outcome]) -> Estimate | None:
     """Points of precision from the paper's layer 15 to its 20, paired by sentence: both runs choose among the same pairs."""
-    records = [outcomes[f"layer{layer}"].record for layer in (15, 20)]
-    if any(record is None or fused(record) is None for record in records):
-        return None
     sums = []
-    for record in records:
-        assert record is not None
+    for record in (outcomes[f"layer{layer}"].record for layer in (15, 20)):
+        if record is None or fused(record) is None:
+            return None
         pairs = pd.read_parquet(record.path / PAIRS, columns=["sentence", "kind", "label", "words", "fused_after"])
         pairs = pairs[pairs["kind"] == "two words"]
         chosen = pairs["fused_after"].to_numpy() > 0

@@ -231,10 +231,9 @@ def _rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
     if outcome.record is None:
         return
     found, section = result(outcome.record), outcome.row.technique
-    readings = {(one.name, one.reading) for one in found.classes}
     shared = {"section": section, "record": outcome.record.fingerprint}
     for name, (title, claim) in CLASSES.items():
-        if (name, "ours") not in readings or (name != "all" and not found.model):
+        if not found.has(name) or (name != "all" and not found.model):
             continue  # where all tokens halted, or none, the classes have nothing to say
         one = found.of(name)
         row: dict[str, Any] = {**shared, "panel": "rates", "key": f"{outcome.row.key}.{name}", "class": title}
@@ -242,7 +241,7 @@ def _rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
             values = reported()[claim].values
             row |= {"reported_pct": values["halted_share_pct"], "reported_tokens": values["tokens"]}
         row |= interval_columns("halted_pct", one.halted, 100)
-        if (name, "paper") in readings:
+        if found.has(name, "paper"):
             row |= interval_columns("paper_tags_pct", found.of(name, "paper").halted, 100)
         row |= {f"{rule}_pct": 100 * share for rule, share in one.halted_words.items()}
         layers = len(one.by_layer)

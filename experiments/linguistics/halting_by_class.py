@@ -123,10 +123,6 @@ def _share_of_halted(halted: NDArray[np.float64]) -> Any:
     return 100 * halted[:-1].sum(0) / np.maximum(halted.sum(0), 1e-9)
 
 
-def _beyond_their_share(halted: NDArray[np.float64]) -> Any:
-    return _share_of_halted(halted) - 100 * _COUNTED[:-1].sum() / _COUNTED.sum()
-
-
 def _more_than_content_words(halted: NDArray[np.float64]) -> Any:
     """Rate of function words less that of content words, in points."""
     return 100 * (halted[:-1].sum(0) / _COUNTED[:-1].sum() - halted[-1] / _COUNTED[-1])
@@ -149,7 +145,7 @@ _ANSWERS |= {f"{entry}.function_words.halted_share_pct": _LOWEST for entry in ("
 _ANSWERS["m.content_words.halted_share_pct"] = _answer(_CONTENT)
 _ANSWERS["section2.predominantly"] = _answered(
     of_record=partial(_by_paper_counts, of=_share_of_halted),
-    beyond_chance=partial(_by_paper_counts, of=_beyond_their_share),
+    beyond_chance=partial(_by_paper_counts, of=lambda halted: _share_of_halted(halted) - _share_of_halted(_COUNTED)),
     note="of the tokens of the paper's classes that halt by half of the depth, weighted by Table 12's own counts",
 )
 _ANSWERS["m.pronouns_and_auxiliaries"] = _answered(of_record=_lower, note="the lowest of DT, IN, CC less the higher of the two")

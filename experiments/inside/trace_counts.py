@@ -32,10 +32,7 @@ def by_layer(record: Record) -> pd.DataFrame:
 
     Columns: `tokens`; `active`, that took part in the layer; `halted` and `carried` (by a neighbour that they were fused with), that did
     not; `kv`, with an entry there; `bits_2`, `bits_4`, `bits_8`, active ones held at that width.
-
-    Raises:
-        ConfigError: the record has no trace.
-    """
+    Raises ConfigError: the record has no trace."""
 
     def counted() -> Iterator[Any]:
         for window, part, one in _passes(record):

@@ -68,10 +68,7 @@ def fusion() -> list[Row]:
 
 def records(outcomes: Sequence[Outcome]) -> list[Record]:
     """What a figure is drawn from: the records there are, at least one.
-
-    Raises:
-        ConfigError: no run has one; says why the first has none.
-    """
+    Raises ConfigError: no run has one; says why the first has none."""
     found = [outcome.record for outcome in outcomes if outcome.record is not None]
     if not found:
         raise ConfigError(f"no run has a record ({outcomes[0].reason}), and there is nothing to draw without one")

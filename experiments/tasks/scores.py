@@ -95,10 +95,7 @@ class Lost(NamedTuple):
 
 def lost(record: Record, dense: Record) -> Lost:
     """What `record` lost against `dense` on the same examples.
-
-    Raises:
-        ConfigError: the two did not answer the same examples.
-    """
+    Raises ConfigError: the two did not answer the same examples."""
     ours, theirs = examples(record.path), examples(dense.path)
     if not (ours["row"].equals(theirs["row"]) and ours["gold"].equals(theirs["gold"])):
         raise ConfigError(f"{record.path} and {dense.path} answered different examples: they do not pair.")
@@ -177,10 +174,7 @@ COLUMNS = [
 # --- claims -----------------------------------------------------------------------------------------------------------------------
 def loss_of(key: str) -> Callable[[Mapping[str, Outcome]], Estimate | None]:
     """A claim's estimate: points lost by the row `key`.
-
-    Raises (when asked):
-        ConfigError: the dense model is not above chance, so that there is nothing to lose.
-    """
+    Raises ConfigError (when asked): the dense model is not above chance, so that there is nothing to lose."""
 
     def of(outcomes: Mapping[str, Outcome]) -> Estimate | None:
         record, dense = outcomes[key].record, outcomes[key].dense

@@ -124,13 +124,13 @@ def _trends(outcomes: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
         # The largest group of models that saw as many tokens, so that a trend is not one of training; all, where no two did.
         counted = Counter(trained_tokens(one.model.name) for one in rungs).most_common(1)
         largest = [one for one in rungs for tokens, _ in counted if trained_tokens(one.model.name) == tokens]
-        rungs = largest if len(largest) > 1 else rungs
+        alike = len(largest) > 1
+        rungs = largest if alike else rungs
         # Windows are numbered along the text: those of the same number lie at the same place of it, whatever the tokenizer.
         if len(rungs) < 2 or len({(one.data.digest, one.data.windows, one.protocol) for one in rungs}) > 1:
             continue
         slope = slope_per_doubling([one.model.parameters for one in rungs], [_kl(one) for one in rungs])
         row = {"panel": TREND, "section": "", "key": technique, "technique": title, "status": TREND, "sizes": len(rungs)}
-        alike = len({trained_tokens(one.model.name) for one in rungs}) == 1
         yield row | {"alike": alike, **interval_columns("kl_nats_per_doubling", slope)}
 
 

@@ -99,13 +99,12 @@ def with_halo(bars: ErrorbarContainer) -> None:
 
 def legend_above(axes: Axes, handles: Sequence[Any] | None = None, **options: Any) -> None:
     """A legend over the upper left corner of the axes, where it covers nothing."""
-    given = {} if handles is None else {"handles": handles}
-    axes.legend(**given, loc="lower left", **{"bbox_to_anchor": (0, 1.0), **options})
+    axes.legend(handles=handles, loc="lower left", **{"bbox_to_anchor": (0, 1.0), **options})
 
 
-def labels_below(axes: Axes, labels: Sequence[str], slots: Any = None) -> None:
-    """One upright label a column: the tokens of a text, in columns 0, 1, … or `slots`."""
-    axes.set_xticks(range(len(labels)) if slots is None else slots, labels, rotation=90)
+def labels_below(axes: Axes, labels: Sequence[str]) -> None:
+    """One upright label a column: the tokens of a text, in columns 0, 1, …"""
+    axes.set_xticks(range(len(labels)), labels, rotation=90)
 
 
 def separate_columns(axes: Axes, columns: int) -> None:

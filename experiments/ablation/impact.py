@@ -5,10 +5,10 @@ What the paper says elsewhere about single mechanisms and about all four togethe
 
 from __future__ import annotations
 
-import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import sub
 from typing import Any
 
 import pandas as pd
@@ -26,7 +26,7 @@ from quicksilver.report.provenance import notes, timings
 from quicksilver.report.table import ENDS, number, numbers
 
 from .. import drawing as draw
-from ..drawing import folded
+from ..cost.costs import set_against
 from .techniques import MECHANISMS
 
 PROTOCOLS = {"all": "protocol all", "continuation": "protocol continuation"}
@@ -65,24 +65,15 @@ def least_degrading(panel: Mapping[str, Outcome]) -> Estimate | None:
     if len(known) < len(costs):
         return None
     others, ours = (pick(known[at], key=lambda one: one.value) for pick, at in ((min, slice(2)), (max, slice(2, 4))))
-    return Estimate(others.value - ours.value, others.low - ours.high, others.high - ours.low)
+    return set_against([(others, ours)], sub)
 
 
 def added_speedup(panel: Mapping[str, Outcome]) -> Estimate | None:
-    """Points of time gone that KV skipping adds to halting. Of several processes: the median of their differences, and the range. Of one: the
-    quartiles of both, set against each other."""
-    again = timings([*panel.values()])
-    steps = [panel[f"cumulative.{step}"] for step in ("halting", "kv_skipping")]
-    found = [[_of_dense(step, "speedup_pct", those) for step in steps] for those in one_by_one(again)]
-    pairs = [(before, after) for before, after in found if before is not None and after is not None]
-    if not pairs:
-        return None
-    floor = statistics.median(max(before.floor, after.floor) for before, after in pairs)
-    if again:
-        apart = [after.value - before.value for before, after in pairs]
-        return Estimate(statistics.median(apart), min(apart), max(apart), floor)
-    ((before, after),) = pairs
-    return Estimate(after.value - before.value, after.low - before.high, after.high - before.low, floor)
+    """Points of time gone that KV skipping adds to halting."""
+    steps = [panel[f"cumulative.{step}"] for step in ("kv_skipping", "halting")]
+    found = [[_of_dense(step, "speedup_pct", those) for step in steps] for those in one_by_one(timings([*panel.values()]))]
+    pairs = [(after, before) for after, before in found if after is not None and before is not None]
+    return set_against(pairs, sub) if pairs else None
 
 
 def _in_both(key: str, **more: Any) -> tuple[AnsweredBy, ...]:
@@ -142,7 +133,7 @@ def _figure(outcomes: Sequence[Outcome], name: str, title: str, sentence: str) -
                 plot.set_ylim(low - (0.12 if low < 0 else 0.05) * (high - low), high + 0.16 * (high - low))
                 _reasons(plot, members, measure)
             axes[0, column].set_title(heading)
-            axes[-1, column].set_xticks(range(len(members)), [folded(row["technique"], 12) for row in members], rotation=0)
+            axes[-1, column].set_xticks(range(len(members)), [draw.folded(row["technique"], 12) for row in members], rotation=0)
         for (first, *_), (_, label) in zip(axes, MEASURES.values(), strict=True):
             first.set_ylabel(label)
         said = "measured, 95% interval; of time: quartiles or range"

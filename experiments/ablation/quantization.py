@@ -218,10 +218,10 @@ LEGEND = (
 
 def _table(outcomes: Sequence[Outcome], name: str, title: str, *legend: str) -> Table:
     """Reported beside measured, a panel for each protocol; `legend` stands before what both tables say."""
-    panels = []
-    for key, heading in PANELS.items():
-        notes = provenance.notes([one for one in outcomes if one.row.panel == key])
-        panels.append(Panel(key, heading, columns(kv=key == "continuation"), notes))
+    panels = (
+        Panel(key, heading, COLUMNS, provenance.notes([one for one in outcomes if one.row.panel == key]))
+        for key, heading in PANELS.items()
+    )
     wanted = "; ".join(
         f"{STRATEGIES[claim][0]} {', '.join(f'p{value:.4g}' for value in dict.fromkeys(thresholds.values()))}"
         for claim, thresholds in paper_percentiles().items()
@@ -231,24 +231,21 @@ def _table(outcomes: Sequence[Outcome], name: str, title: str, *legend: str) -> 
     return Table(name, title, found, tuple(panels), (*legend, *LEGEND, calibrated, *comparison.marks(found)))
 
 
-def columns(*, kv: bool) -> tuple[Column, ...]:
-    """The printed columns; `kv` adds the bytes of the cache, which `all` does not keep."""
-    kept = [Column("saved %", "KV", "{kv_bytes_saved_pct:+.1f}", expendable=1)] if kv else []
-    return (
-        Column("", "technique", comparison.marked_technique_cell, align="left"),
-        Column("", "τ", lambda row: tuple(row["thresholds"].split("; ")) if row["thresholds"] else (NO_VALUE,), expendable=4),
-        Column("paper reports", "ppl", "{reported_ppl:.1f}", expendable=7),
-        Column("paper reports", "FLOPs", "{reported_flops_saved_pct:.1f}", expendable=7),
-        Column("saved %", "paper", "{paper_flops_saved_pct:+.1f}\nJ {app_j_flops_saved_pct:+.1f}"),
-        Column("saved %", "exec", "{executed_flops_saved_pct:+.1f}", expendable=3),
-        *kept,
-        Column("measured", "2/4/8 %", "/".join(f"{{{column}:.0f}}" for column in WIDTHS.values())),
-        Column("measured", "bits", "{mean_bits:.2f}", expendable=2),
-        Column("measured", "Δppl", comparison.delta_ppl_cell),
-        Column("measured", "Δppl of null", lambda row: interval_cell(row, "null_delta_ppl"), expendable=5),
-        Column("measured", "vs random", versus_null_cell),
-        Column("", "audit", audit_cell, expendable=6),
-    )
+COLUMNS = (
+    Column("", "technique", comparison.marked_technique_cell, align="left"),
+    Column("", "τ", lambda row: tuple(row["thresholds"].split("; ")) if row["thresholds"] else (NO_VALUE,), expendable=4),
+    Column("paper reports", "ppl", "{reported_ppl:.1f}", expendable=7),
+    Column("paper reports", "FLOPs", "{reported_flops_saved_pct:.1f}", expendable=7),
+    Column("saved %", "paper", "{paper_flops_saved_pct:+.1f}\nJ {app_j_flops_saved_pct:+.1f}"),
+    Column("saved %", "exec", "{executed_flops_saved_pct:+.1f}", expendable=3),
+    Column("saved %", "KV", "{kv_bytes_saved_pct:+.1f}", expendable=1),
+    Column("measured", "2/4/8 %", "/".join(f"{{{column}:.0f}}" for column in WIDTHS.values())),
+    Column("measured", "bits", "{mean_bits:.2f}", expendable=2),
+    Column("measured", "Δppl", comparison.delta_ppl_cell),
+    Column("measured", "Δppl of null", lambda row: interval_cell(row, "null_delta_ppl"), expendable=5),
+    Column("measured", "vs random", versus_null_cell),
+    Column("", "audit", audit_cell, expendable=6),
+)
 
 
 @artefact(rows, reads=(TRACE,), answers=answers())

@@ -263,10 +263,7 @@ def _finding(rows: pd.DataFrame) -> str:
 
 def figure(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Matrices of effects, bars of δ.
-
-    Raises:
-        QuickSilverError: a combination has no record, so there are no interactions.
-    """
+    Raises QuickSilverError: a combination has no record, so there are no interactions."""
     found = frame(outcomes)
     if not found["panel"].eq(EFFECTS).any():
         raise QuickSilverError("interactions need a record of every combination, and not every one has one.")

@@ -18,15 +18,15 @@ from quicksilver.measure.components import KERNELS, BreakdownResult
 from quicksilver.measure.latency import LatencyResult
 from quicksilver.records.record import Record
 from quicksilver.report import comparison, provenance
+from quicksilver.report import table as tables
 from quicksilver.report.artefacts import Outcome, artefact
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
 from quicksilver.report.figure import GREY, HATCHES, PALETTE, Figure, legend_below, panels, style, whiskers
-from quicksilver.report.table import NO_VALUE, Column, Panel, Table, number, numbers, signed, time_cell, time_difference_cell
+from quicksilver.report.table import NO_VALUE, Column, Panel, Table, filled, number, numbers, signed, time_cell
 from quicksilver.runtime.errors import ConfigError
 
 from .. import drawing as draw
-from ..drawing import folded
 from . import costs
 
 COMPONENTS = {  # as `quicksilver.measure.components` names them -> what is printed
@@ -55,14 +55,14 @@ def breakdown(record: Record, who: str) -> BreakdownResult:
     return found.dense if who == "dense" else found.ours
 
 
-def saved(record: Record, component: str, floor_pct: float) -> tuple[float, float] | None:
-    """Percent of a component's dense time that is gone, and how much of that is noise: the A/A floor of the whole pass, pooled over the runs, or
-    half of the two interquartile ranges where that is more. None where one of the two has no such component."""
+def saved(record: Record, component: str, floor_pct: float) -> Estimate | None:
+    """Percent of a component's dense time that is gone, within its noise: the A/A floor of the whole pass, pooled over the runs, or half of the two
+    interquartile ranges where that is more. None where one of the two has no such component."""
     dense, run = (breakdown(record, who).components.get(component) for who in ("dense", "run"))
     if dense is None or run is None or not dense.median_ms:
         return None
     spread = 100 * (dense.iqr_ms + run.iqr_ms) / 2 / dense.median_ms
-    return 100 * (1 - run.median_ms / dense.median_ms), max(floor_pct, spread)
+    return costs.within(100 * (1 - run.median_ms / dense.median_ms), max(floor_pct, spread))
 
 
 # --- Table 7 ----------------------------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def _rows(records: Mapping[str, Record], floors: Mapping[str, Mapping[str, Any]]
             floor = floors[run][comparison.FLOOR]
             found |= simulated[run]
             if not record.simulated and (gone := saved(record, component, floor)) is not None:
-                found |= {f"{run}_is_own": gone[1] > floor, f"{run}_saved_pct": gone[0], f"{run}_noise_pct": gone[1]}
+                found |= {f"{run}_is_own": gone.floor > floor, f"{run}_saved_pct": gone.value, f"{run}_noise_pct": gone.floor}
         yield found
     for key, technique in ((TOTAL, "Total: the untouched pass"), (SUM, "Sum of the above")):
         found = row("All of it", key, technique)
@@ -121,14 +121,12 @@ def _rows(records: Mapping[str, Record], floors: Mapping[str, Mapping[str, Any]]
 def _ms(key: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     if row.get(f"{key}_method") == costs.SIMULATED:
         return (costs.SIMULATED,)
-    residual, value, around = (number(row, f"{key}_{part}") for part in ("residual_pct", "ms", "iqr_ms"))
-    if residual is not None or value is None:
-        return (NO_VALUE if residual is None else f"{signed(residual)}%",)
-    return (f"{value:.1f}",) if around is None else (f"{value:.1f}", f"± {around / 2:.1f}")
+    residual = number(row, f"{key}_residual_pct") is not None
+    return filled(f"{{{key}_residual_pct:+.1f}}%" if residual else f"{{{key}_ms:.1f}}\n± {{{key}_iqr_ms:0.5*.1f}}", row)
 
 
 def _saved_cell(run: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-    found = time_difference_cell(number(row, f"{run}_saved_pct"), number(row, f"{run}_noise_pct"))
+    found = tables.time_difference_cell(number(row, f"{run}_saved_pct"), number(row, f"{run}_noise_pct"))
     return found if row.get(f"{run}_is_own") is True else found[:1]
 
 
@@ -141,7 +139,7 @@ def _answer(component: str, quantity: str) -> AnsweredBy:
         if quantity != "speedup_pct":
             found = breakdown(record, "dense" if quantity == "dense_ms" else "run")
             if component == TOTAL:
-                return Estimate(*[found.headline_ms] * 3)
+                return costs.within(found.headline_ms)
             if (part := found.components.get(component)) is None:
                 return None
             return Estimate(part.median_ms, part.median_ms - part.iqr_ms / 2, part.median_ms + part.iqr_ms / 2)
@@ -149,8 +147,7 @@ def _answer(component: str, quantity: str) -> AnsweredBy:
         if component == TOTAL:
             assert whole.run_ratio is not None  # of a run with modules
             return costs.time_saved(whole.run_ratio, floor)
-        gone = saved(record, component, floor)
-        return None if gone is None else Estimate(gone[0], gone[0] - gone[1], gone[0] + gone[1], gone[1])
+        return saved(record, component, floor)
 
     what = f"{COMPONENTS.get(component, 'the whole pass')} of a prompt, all four together"
     note = f"{what}, in the rounds that time its parts: `latency` in the record has rounds of its own"
@@ -169,8 +166,8 @@ def table07_component_latency(outcomes: Sequence[Outcome], name: str) -> Table:
     """Table 7: latency by component, dense inference against all four mechanisms, and against halting by attention."""
     columns = [
         Column("", "component", "{technique}", align="left"),
-        Column("paper reports, ms", "dense", partial(_ms, "reported_dense"), expendable=3),
-        Column("paper reports, ms", "QuickSilver", partial(_ms, "reported_quicksilver"), expendable=3),
+        Column("paper reports, ms", "dense", "{reported_dense_ms:.1f}", expendable=3),
+        Column("paper reports, ms", "QuickSilver", "{reported_quicksilver_ms:.1f}", expendable=3),
         Column("paper reports, ms", "saved %", "{reported_speedup_pct:+.1f}", expendable=2),
         Column("measured, ms", "dense", partial(_ms, "dense")),
     ]
@@ -262,20 +259,14 @@ def figure_layer_times(outcomes: Sequence[Outcome], name: str) -> Figure:
 
 
 # --- speed and energy (Figure 16) -----------------------------------------------------------------------------------------------
-# row -> what F.2 says of it: (entry of the speedup, entry of the emissions); the full stack is the last step here
+# row -> what F.2 says of it; the full stack is the last step here
 STEPS = {
-    costs.DENSE: (None, None),
-    "cumulative.halting": ("f2.halting", "f2.halting"),
-    "cumulative.kv_skipping": (None, "f2.kv_skipping"),
-    "cumulative.fusion": (None, "f2.fusion"),
-    "cumulative.quantization": ("f2.joint", "f2.joint"),
+    "cumulative.halting": reported()["f2.halting"].values,
+    "cumulative.kv_skipping": reported()["f2.kv_skipping"].values,
+    "cumulative.fusion": reported()["f2.fusion"].values,
+    costs.JOINT: reported()["f2.joint"].values,
 }
-_DENSE_G = reported()["f2.halting"].values["dense_g_per_token"]
-STATED = {
-    key: ({} if speed is None else {"reported_speedup_pct": reported()[speed].values["speedup_pct"]})
-    | ({} if grams is None else {"reported_emissions_pct": 100 * reported()[grams].values["emissions_g_per_token"] / _DENSE_G})
-    for key, (speed, grams) in STEPS.items()
-}
+_DENSE_G = STEPS["cumulative.halting"]["dense_g_per_token"]
 ENERGY = ("net_j_per_token", "gross_j_per_token", "net_gco2_per_token", "resolution_j_per_token")
 _COLUMNS_16 = [
     *("key", "technique", "status", "method", *ENERGY, "energy_pct", "record", "reported_speedup_pct", "reported_emissions_pct"),
@@ -292,12 +283,11 @@ def _estimate(quantity: str, record: Record) -> Estimate | None:
         raise ConfigError(f"energy was not measured, but estimated from the clock ({energy.method})")
     if quantity == "dense_g_per_token":
         grams = energy.dense.net_gco2_per_token
-        return None if isinstance(grams, str) else Estimate(grams, grams, grams)
-    saved = costs.joules_saved(record)  # in percent of dense joules, and so of emissions: the grid's factor cancels out
-    return saved and Estimate(saved[0], saved[0] - saved[1], saved[0] + saved[1], saved[1])
+        return None if isinstance(grams, str) else costs.within(grams)
+    return costs.joules_saved(record)  # in percent of dense joules, and so of emissions: the grid's factor cancels out
 
 
-_ENTRIES = {f"f2.{step.rpartition('.')[2]}": step for step in [*STEPS][1:]}
+_ENTRIES = {f"f2.{step.rpartition('.')[2]}": step for step in STEPS}
 _ANSWERS = {
     f"{entry}.{quantity}": (
         AnsweredBy(costs.PANEL, key, of=partial(costs.pooled, costs.of_a_batch, key))
@@ -310,17 +300,24 @@ _ANSWERS = {
 }
 
 
-@artefact(partial(costs.rows, *STEPS), answers=_ANSWERS)
+@artefact(partial(costs.rows, costs.DENSE, *STEPS), answers=_ANSWERS)
 def figure16_speed_emissions(outcomes: Sequence[Outcome], name: str) -> Figure:
     """Figure 16: cumulative speedup with energy and emissions per token."""
-    frame = pd.DataFrame([row | STATED[row["key"]] for row in costs.measured(outcomes, _costs)], columns=_COLUMNS_16)
+    found = costs.measured(outcomes, _costs)
+    for row in found:
+        if (said := STEPS.get(row["key"])) is not None:
+            row["reported_speedup_pct"] = said.get("speedup_pct")
+            row["reported_emissions_pct"] = 100 * said["emissions_g_per_token"] / _DENSE_G
+    frame = pd.DataFrame(found, columns=_COLUMNS_16)
     members = frame.to_dict("records")
     with style():
         drawing, axes = panels(1, 2, size=(8.6, 3.6))
         _speed(axes[0, 0], members)
         _energy(axes[0, 1], members)
         for plot in axes.flat:
-            plot.set_xticks(range(len(members)), [folded(row["technique"].replace("Quanti", "Quanti-"), 10) for row in members])
+            plot.set_xticks(
+                range(len(members)), [draw.folded(row["technique"].replace("Quanti", "Quanti-"), 10) for row in members]
+            )
             plot.set_xlim(-0.6, len(members) - 0.4)
             plot.grid(axis="x", visible=False)
     caption = (
@@ -352,7 +349,7 @@ def _costs(record: Record) -> dict[str, Any]:
     latency = record.measured("latency", LatencyResult)
     row |= comparison.time_saved("speedup_pct", latency.latency_ratio) | {comparison.FLOOR: latency.noise_floor_pct}
     if (saved := costs.joules_saved(record)) is not None:
-        row |= {"energy_pct": 100 - saved[0], "energy_resolution_pct": saved[1]}
+        row |= {"energy_pct": 100 - saved.value, "energy_resolution_pct": saved.floor}
     return row
 
 
@@ -444,7 +441,7 @@ def _stages(record: Record) -> dict[str, Any]:
     row |= {name: 100 * (ratio - 1) for name, ratio in deciding.items()}
     row |= {comparison.FLOOR: found.noise_floor_pct, "method": costs.method(record)}
     if (joules := costs.joules_saved(record)) is not None:
-        row["joules_saved_pct"], row["joules_resolution_pct"] = joules
+        row |= {"joules_saved_pct": joules.value, "joules_resolution_pct": joules.floor}
     return row
 
 
@@ -460,12 +457,12 @@ def realization(time_saved_pct: float, flops_saved_pct: float, noise_pct: float)
 def table_waterfall(outcomes: Sequence[Outcome], name: str) -> Table:
     """Table and figure waterfall: how much of what a mechanism promises arrives: operations, kernel time, wall clock, joules."""
     found = frame(outcomes)
-    stages = [Column(group, heading, partial(_cell, stage)) for stage, (group, heading, _) in STAGES.items()]
+    stages = STAGES.items()
     columns = (
         Column("", "technique", "{technique}", align="left"),
-        *stages[:2],
+        *(Column(group, heading, f"{{{stage}:+.1f}}") for stage, (group, heading, _) in stages if stage not in TIMED),
         Column("", "deciding takes", partial(_cell, "policy_pct")),
-        *stages[2:],
+        *(Column(group, heading, partial(_cell, stage)) for stage, (group, heading, _) in stages if stage in TIMED),
         Column("", "realized", "{realization:.2f}"),
     )
     legend = (
@@ -484,10 +481,8 @@ def table_waterfall(outcomes: Sequence[Outcome], name: str) -> Table:
 
 
 def _cell(stage: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-    """A stage; times and joules with what they cannot be told from."""
+    """A stage that takes time or energy, with what it cannot be told from."""
     value = number(row, stage)
-    if stage not in (*TIMED, "policy_pct"):
-        return (signed(value),)
     if row.get("method") == costs.SIMULATED:
         return (costs.SIMULATED,)
     if stage != "joules_saved_pct":

@@ -6,9 +6,11 @@ Quantised tokens are multiplied as integers here, so that they have a time. Tabl
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import sub
 from typing import Any
 
 import pandas as pd
@@ -66,10 +68,25 @@ def measured(outcomes: Sequence[Outcome], measure: Callable[[Record], dict[str, 
     return found
 
 
+def within(value: float, noise: float = 0.0) -> Estimate:
+    """A number that is known to so much; differences of no more are none."""
+    return Estimate(value, value - noise, value + noise, noise)
+
+
 def time_saved(ratio: Quartiles, floor_pct: float) -> Estimate:
     """A ratio of times as percent saved, between its quartiles."""
     value, low, high = comparison.time_saved("", ratio).values()
     return Estimate(value, low, high, floor_pct)
+
+
+def set_against(pairs: Sequence[tuple[Estimate, Estimate]], of: Callable[[float, float], float]) -> Estimate:
+    """A difference or quotient of two estimates, their ends set against each other; of several processes, a pair each: the median, and the range."""
+    each = [
+        Estimate(of(one.value, other.value), of(one.low, other.high), of(one.high, other.low), max(one.floor, other.floor))
+        for one, other in pairs
+    ]
+    value, floor = (statistics.median(getattr(one, name) for one in each) for name in ("value", "floor"))
+    return Estimate(value, min(one.low for one in each), max(one.high for one in each), floor)
 
 
 def of_a_batch(record: Record) -> Estimate:
@@ -104,13 +121,14 @@ def method(record: Record) -> str:
     return energy(record).method if energy(record).measured else "estimate"
 
 
-def joules_saved(record: Record) -> tuple[float, float] | None:
-    """Percent of dense net joules that are gone, and the resolution of that in percent; None: no net joules of one of the two."""
+def joules_saved(record: Record) -> Estimate | None:
+    """Percent of dense net joules that are gone, within the resolution of that; None: no net joules of one of the two."""
     found = energy(record)
     dense, run = found.dense.net_j_per_token, None if found.run is None else found.run.net_j_per_token
     if run is None or isinstance(dense, str) or isinstance(run, str):
         return None
-    return 100 * (1 - run / dense), 100 * (found.dense.resolution_j_per_token + found.ours.resolution_j_per_token) / dense
+    resolution = found.dense.resolution_j_per_token + found.ours.resolution_j_per_token
+    return within(100 * (1 - run / dense), 100 * resolution / dense)
 
 
 def energy_note(outcomes: Sequence[Outcome]) -> str:
@@ -147,7 +165,7 @@ def _largest(outcomes: Mapping[str, Outcome]) -> Estimate | None:
         return None
     ours = min((gone.pop(key) for key in ("halting", "fusion")), key=lambda one: one.value)
     best = max(gone.values(), key=lambda one: one.value)
-    return Estimate(ours.value - best.value, ours.low - best.high, ours.high - best.low, max(ours.floor, best.floor))
+    return set_against([(ours, best)], sub)
 
 
 def _answers() -> dict[str, AnsweredBy | tuple[AnsweredBy, ...]]:
@@ -218,8 +236,7 @@ def table_deployment(outcomes: Sequence[Outcome], name: str) -> Table:
 
 # --- memory -----------------------------------------------------------------------------------------------------------------------
 def _memory(record: Record) -> Estimate:
-    added = -_stored(record)["peak_tensor_saved_pct"]
-    return Estimate(added, added, added)
+    return within(-_stored(record)["peak_tensor_saved_pct"])
 
 
 def _stored(record: Record) -> dict[str, Any]:
@@ -245,7 +262,7 @@ def _cache_added(outcomes: Mapping[str, Outcome], key: str, base: str) -> Estima
     """K/V bytes that the cache of one row holds more than that of another, percent."""
     found = [one.found("memory", MemoryResult) if (one := outcomes[name].record) is not None else None for name in (key, base)]
     ours, theirs = (sum(one.kv_bytes_by_layer.resident) if one is not None else 0 for one in found)
-    return Estimate(*[100 * (ours / theirs - 1)] * 3) if ours and theirs else None
+    return within(100 * (ours / theirs - 1)) if ours and theirs else None
 
 
 _PEAK, _CACHE = "most bytes in tensors during a batch, exact", "K/V bytes in the cache"

@@ -396,7 +396,7 @@ def figure22_function_words(outcomes: Sequence[Outcome], name: str) -> Figure:
             colour, hatch, _ = LOOK[str(kind)]
             look: dict[str, Any] = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.4}
             left.bar(members["slot"], members["halts_after_layer"], **look)
-        draw.labels_below(left, sentences.labels(sentence["token"]), sentence["slot"])
+        draw.labels_below(left, sentences.labels(sentence["token"]))
         draw.horizontal(left, n_layers, linestyle="--")
         left.text(len(sentence) - 0.5, n_layers + 0.15, "never halted", ha="right", va="bottom")
         left.set(xlabel="token", ylabel="layers gone through before halting", title="The paper's sentence")

@@ -193,7 +193,7 @@ def figure11_fusion_by_layer(outcomes: Sequence[Outcome], name: str) -> Figure:
         drawing, axes = panels(size=(10, 4.8))
         panel = axes[0, 0]
         draw_lives(panel, signals, range(len(frame)), across=False)
-        draw.labels_below(panel, sentences.labels(frame["token"]), slots=frame["slot"])
+        draw.labels_below(panel, sentences.labels(frame["token"]))
         panel.set_yticks(range(1, n_layers + 1))
         panel.set(xlabel="token", ylabel="layer")
         look: dict[str, Any] = {"rotation": 40, "ha": "left", "va": "bottom", "rotation_mode": "anchor"}

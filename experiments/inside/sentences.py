@@ -62,10 +62,7 @@ def read_of_windows(*arrays: str) -> tuple[str, ...]:
 
 def measured(outcomes: Sequence[Outcome], key: str) -> Record:
     """The record of that row.
-
-    Raises:
-        ConfigError: the run failed, so there is nothing to draw.
-    """
+    Raises ConfigError: the run failed, so there is nothing to draw."""
     outcome = next(outcome for outcome in outcomes if outcome.row.key == key)
     if outcome.record is None:
         raise ConfigError(f"the run {key!r} has no record ({outcome.reason}), and there is nothing to draw without it")

@@ -32,10 +32,7 @@ def by_layer(record: Record) -> pd.DataFrame:
 
     Columns: `tokens`; `active`, that took part in the layer; `halted` and `carried` (by a neighbour that they were fused with), that did
     not; `kv`, with an entry there; `bits_2`, `bits_4`, `bits_8`, active ones held at that width.
-
-    Raises:
-        ConfigError: the record has no trace.
-    """
+    Raises ConfigError: the record has no trace."""
 
     def counted() -> Iterator[Any]:
         for window, part, one in _passes(record):
@@ -252,13 +249,10 @@ DECAYING = {
 }
 
 
-def _decay_of_30(record: Record) -> Estimate:
-    return Estimate.of(decay_of_prompts(record)[0], record.model.layers / 30)
-
-
 _FITTED = "fitted up to the layers that halted tokens take part in again; for each of 30 layers"
 # Fusion takes away a share that is configured, all at once; so halting alone has a row of its own.
-_ANSWER = tuple(AnsweredBy(PANEL, key, of_record=_decay_of_30, note=f"{DECAYING[key]}, {_FITTED}") for key in (HALTING, ALL_FOUR))
+_of_30 = lambda record: Estimate.of(decay_of_prompts(record)[0], record.model.layers / 30)
+_ANSWER = tuple(AnsweredBy(PANEL, key, of_record=_of_30, note=f"{DECAYING[key]}, {_FITTED}") for key in (HALTING, ALL_FOUR))
 
 
 @artefact(_of_table_11(*DECAYING), (TRACE,), {"k.decay.decay_per_layer": _ANSWER})

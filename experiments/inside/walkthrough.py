@@ -288,14 +288,14 @@ def _entries(axes: Axes, record: Record) -> tuple[pd.DataFrame, list[Any]]:
     signals = record.signals(TEXT)
     frame = sentences.in_layers(signals).assign(entry=held.entries(signals))
     held.draw_entries(axes, sentences.layers(frame, "entry"))
-    return frame, list(held.entries_keys(frame["entry"], short=True))
+    return frame, held.entries_keys(frame["entry"], short=True)
 
 
 def _lives(axes: Axes, record: Record) -> tuple[pd.DataFrame, list[Any]]:
     signals = record.signals(TEXT)
     frame = held.lives(signals)
     held.draw_lives(axes, signals, range(len(frame)), across=False)
-    return frame.rename(columns={"until": "layer"}), list(held.lives_keys(short=True))
+    return frame.rename(columns={"until": "layer"}), held.lives_keys(short=True)
 
 
 def _widths(axes: Axes, record: Record) -> tuple[pd.DataFrame, list[Any]]:
@@ -304,4 +304,4 @@ def _widths(axes: Axes, record: Record) -> tuple[pd.DataFrame, list[Any]]:
     states = sentences.layers(frame, "held")
     held.draw_held(axes, states)
     draw.separate_columns(axes, states.shape[1])
-    return frame, list(held.held_keys(frame["held"], record.model.dtype))
+    return frame, held.held_keys(frame["held"], record.model.dtype)

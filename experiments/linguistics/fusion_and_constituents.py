@@ -8,13 +8,13 @@ phrases, so the smallest common constituent being one answers its claims, by its
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from quicksilver.measure.strata import Share
 from quicksilver.measure.words import PAIRS, WORDS, ConstituentsResult, Fused, inside
 from quicksilver.records.record import TRACE, Record
 from quicksilver.records.stats import bootstrap
@@ -22,7 +22,7 @@ from quicksilver.report import provenance
 from quicksilver.report.artefacts import Outcome, Row, artefact
 from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
-from quicksilver.report.figure import GREY, PALETTE, Figure, legend_below, panels, percent_of_shares, style, whiskers
+from quicksilver.report.figure import GREY, PALETTE, Figure, legend_below, panels, percent_of_shares, style
 from quicksilver.report.table import ENDS, Column, Panel, Table, interval_columns, with_ends
 from quicksilver.runtime.errors import ConfigError
 
@@ -68,10 +68,7 @@ def fusion() -> list[Row]:
 
 def records(outcomes: Sequence[Outcome]) -> list[Record]:
     """What a figure is drawn from: the records there are, at least one.
-
-    Raises:
-        ConfigError: no run has one; says why the first has none.
-    """
+    Raises ConfigError: no run has one; says why the first has none."""
     found = [outcome.record for outcome in outcomes if outcome.record is not None]
     if not found:
         raise ConfigError(f"no run has a record ({outcomes[0].reason}), and there is nothing to draw without one")
@@ -116,15 +113,13 @@ _PHRASE = "the smallest common constituent is a phrase, no clause; gold trees"
 _D3 = "fusion alone with D.3's threshold, at half of the depth; the percentile was taken on other text"
 
 
-def _answer(
-    key: str, of: Callable[[Fused], Any], beyond: Callable[[Fused], Any] | None = None, note: str = _PHRASE
-) -> AnsweredBy:
+def _answer(key: str, of: Callable[[Fused], Any], beyond: Callable[[Fused], Any], note: str = _PHRASE) -> AnsweredBy:
     """Shares of the fused neighbours of that run, in percent."""
 
     def percent(what: Callable[[Fused], Any]) -> Callable[[Record], Estimate | None]:
         return lambda record: None if (one := fused(record)) is None else Estimate.of(what(one), 100)
 
-    return AnsweredBy(FUSION, key, of_record=percent(of), beyond_chance=percent(beyond) if beyond else None, note=note)
+    return AnsweredBy(FUSION, key, of_record=percent(of), beyond_chance=percent(beyond), note=note)
 
 
 def _precision(key: str, definition: str = "phrase", note: str = _PHRASE) -> AnsweredBy:
@@ -141,12 +136,10 @@ def _random(key: str) -> AnsweredBy:
 
 def _deeper(outcomes: Mapping[str, Outcome]) -> Estimate | None:
     """Points of precision from the paper's layer 15 to its 20, paired by sentence: both runs choose among the same pairs."""
-    records = [outcomes[f"layer{layer}"].record for layer in (15, 20)]
-    if any(record is None or fused(record) is None for record in records):
-        return None
     sums = []
-    for record in records:
-        assert record is not None
+    for record in (outcomes[f"layer{layer}"].record for layer in (15, 20)):
+        if record is None or fused(record) is None:
+            return None
         pairs = pd.read_parquet(record.path / PAIRS, columns=["sentence", "kind", "label", "words", "fused_after"])
         pairs = pairs[pairs["kind"] == "two words"]
         chosen = pairs["fused_after"].to_numpy() > 0
@@ -282,31 +275,22 @@ def _over_depth(axis: Axes, records: Sequence[Record], definition: str) -> pd.Da
     found = result(records[0])
     chosen = [one for one in found.closest if one.precision]
     layers = np.array([one.layer for one in chosen])
-    share = 100 * np.array([_ends(one.precision[definition]) for one in chosen])
     frame = pd.DataFrame({"definition": definition, "layer": layers})
-    frame[[f"closest_pct{end}" for end in ENDS]] = share
+    frame[[f"closest_pct{end}" for end in ENDS]] = 100 * np.array([astuple(one.precision[definition]) for one in chosen])
     for null, (colour, dash, label) in _NULLS.items():
-        band = percent_of_shares([_ends(one.nulls[definition][null].chance) for one in chosen])
+        band = percent_of_shares([astuple(one.nulls[definition][null].chance) for one in chosen])
         axis.fill_between(layers, band[:, 1], band[:, 2], color=colour, alpha=0.3, linewidth=0)
         draw.line(axis, layers, band[:, 0], color=colour, linestyle=dash, label=label)
         frame[[f"{null.replace(' ', '_')}_pct{end}" for end in ENDS]] = band
     look: dict[str, Any] = {"color": PALETTE[1], "linestyle": "-", "marker": "o", "capsize": 2, "elinewidth": 0.8}
-    axis.errorbar(layers, share[:, 0], yerr=whiskers(*share.T), label=f"the closest {found.share:.0%} of neighbours", **look)
+    draw.intervals(axis, layers, frame, "closest_pct", label=f"the closest {found.share:.0%} of neighbours", **look)
     marked = [(one.layer, 100 * one.precision[definition].value) for one in map(fused, records) if one is not None]
-    _marks(axis, marked, "really fused there", marker="D", markersize=6, markerfacecolor="none")
+    if marked:
+        look = {"color": "black", "marker": "D", "markersize": 6, "markerfacecolor": "none", "label": "really fused there"}
+        draw.points(axis, *zip(*marked, strict=True), **look)
     if definition == "short":
         at = [fraction * records[0].model.layers for fraction in PAPER_DEPTHS.values()]
         for quantity, label, marker, size in (("precision_pct", "fused", "*", 9), ("random_precision_pct", "random", "x", 6)):
-            stated = (reported()[f"table9.layer{layer}"].values[quantity] for layer in PAPER_DEPTHS)
-            _marks(axis, [*zip(at, stated, strict=True)], f"the paper, {label}", marker=marker, markersize=size)
+            stated = [reported()[f"table9.layer{layer}"].values[quantity] for layer in PAPER_DEPTHS]
+            draw.points(axis, at, stated, color="black", label=f"the paper, {label}", marker=marker, markersize=size)
     return frame
-
-
-def _ends(share: Share) -> tuple[float, float, float]:
-    return share.value, share.low, share.high
-
-
-def _marks(axis: Axes, places: Sequence[tuple[float, float]], label: str, **look: Any) -> None:
-    """Black marks, the first of them with the label."""
-    for place, (x, y) in enumerate(places):
-        draw.points(axis, [x], [y], color="black", label=None if place else label, **look)

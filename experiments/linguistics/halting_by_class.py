@@ -6,13 +6,14 @@ position or spelling, and what a model of position and frequency explains before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from numpy.typing import NDArray
 
 from quicksilver.measure.strata import against_null
 from quicksilver.measure.words import SIGNALS_OF_WORDS, WORDS, Means, WordClassesResult, WordSignalsResult
@@ -59,9 +60,10 @@ def result(record: Record) -> WordClassesResult:
 
 
 # --- claims -----------------------------------------------------------------------------------------------------------------------
-_EARLY, _LATER = ("determiner", "preposition", "conjunction"), ("pronoun", "auxiliary")
-_FUNCTION = (*_EARLY, *_LATER)
+_EARLY = ("determiner", "preposition", "conjunction")
 _OF_THE_PAPER = tuple(one for one, (_, claim) in CLASSES.items() if claim)
+*_FUNCTION, _CONTENT = _OF_THE_PAPER
+_COUNTED = np.array([reported()[claim].values["tokens"] for _, claim in CLASSES.values() if claim])  # (C,) by Table 12
 _answered = partial(AnsweredBy, runs.HALTING, runs.MAIN)
 
 
@@ -82,26 +84,27 @@ def _answer(*names: str, note: str = "") -> AnsweredBy:
     return _answered(of_record=lambda record: Estimate.of(lowest(record).halted, 100), beyond_chance=beyond, note=said)
 
 
-def _by_window(record: Record, *classes: str, layers: bool = False) -> list[np.ndarray[Any, Any]]:
-    """Tokens of these classes by the paper's tags, and those of them that halted by half of the depth, window by window. `layers`: those
-    that halt at all, and the sum of the layers after which they do, scaled to the paper's 30."""
+def _by_window(record: Record) -> NDArray[np.float64]:
+    """(C, 2, W): by class of the paper and by its tags, window by window, the tokens and those of them that halted by half of the depth."""
     tokens = pd.read_parquet(record.path / WORDS, columns=["paper_class", "halt_layer", "window"])
-    member, after = tokens["paper_class"].isin(classes), tokens["halt_layer"]
-    sums = [member, member & (after <= result(record).layer)]
-    if layers:
-        halted = member & (after < record.model.layers)
-        sums = [halted, halted * after * 30 / record.model.layers]
-    return [np.bincount(tokens["window"], weights=one.astype(float)) for one in sums]
+    halted, classes = tokens["halt_layer"] <= result(record).layer, [tokens["paper_class"] == one for one in _OF_THE_PAPER]
+    return np.array([[np.bincount(tokens["window"], weights=one) for one in (mine, mine & halted)] for mine in classes])
 
 
-def _rates(sums: Sequence[Any]) -> Iterator[Any]:
-    """Of tokens and halted tokens, class after class."""
-    return (halted.sum(-1) / np.maximum(tokens.sum(-1), 1) for tokens, halted in zip(sums[::2], sums[1::2], strict=True))
+def _rates(sums: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(C, …): share of each class that halted; sums (C, 2, …, W) as `_by_window` has them."""
+    tokens, halted = np.moveaxis(sums.sum(-1), 1, 0)
+    return np.asarray(halted / np.maximum(tokens, 1))
 
 
-def _halt_layers(record: Record, *kinds: tuple[str, ...]) -> Estimate:
+def _halt_layers(record: Record, *kinds: list[str]) -> Estimate:
     """Mean layer of 30 after which the first kind of words halts, of those that do; less that of the second, if any."""
-    sums = [one for classes in kinds for one in _by_window(record, *classes, layers=True)]
+    tokens = pd.read_parquet(record.path / WORDS, columns=["paper_class", "halt_layer", "window"])
+    sums = []
+    for classes in kinds:
+        halted = tokens["paper_class"].isin(classes) & (tokens["halt_layer"] < record.model.layers)
+        layers = halted * tokens["halt_layer"] * 30 / record.model.layers
+        sums += [np.bincount(tokens["window"], weights=one) for one in (halted, layers)]
 
     def layer(n: Any, layers: Any, *others: Any) -> Any:
         mean = layers.sum(-1) / n.sum(-1)
@@ -110,53 +113,39 @@ def _halt_layers(record: Record, *kinds: tuple[str, ...]) -> Estimate:
     return Estimate.of(bootstrap(layer, *sums))
 
 
-def _by_paper_counts(record: Record, of: Callable[..., Any]) -> Estimate:
-    """`of` the rate of each class of the paper, weighted by Table 12's count of it, as another text mixes them otherwise."""
-    sums = [one for name in _OF_THE_PAPER for one in _by_window(record, name)]
-
-    def weighted(*drawn: Any) -> Any:
-        return of({name: _counted_by_paper(name) * rate for name, rate in zip(_OF_THE_PAPER, _rates(drawn), strict=True)})
-
-    return Estimate.of(bootstrap(weighted, *sums))
+def _by_paper_counts(record: Record, of: Callable[[Any], Any]) -> Estimate:
+    """`of` the halted tokens of each class, its rate times Table 12's count of it, as another text mixes them otherwise."""
+    return Estimate.of(bootstrap(lambda drawn: of((_rates(drawn).T * _COUNTED).T), _by_window(record)))
 
 
-def _counted_by_paper(*classes: str) -> float:
-    return float(sum(reported()[str(CLASSES[one][1])].values["tokens"] for one in classes))
-
-
-def _share_of_halted(halted: Mapping[str, Any]) -> Any:
+def _share_of_halted(halted: NDArray[np.float64]) -> Any:
     """Function words among the halted tokens, percent."""
-    return 100 * sum(halted[one] for one in _FUNCTION) / np.maximum(sum(halted.values()), 1e-9)
+    return 100 * halted[:-1].sum(0) / np.maximum(halted.sum(0), 1e-9)
 
 
-def _beyond_their_share(halted: Mapping[str, Any]) -> Any:
-    return _share_of_halted(halted) - 100 * _counted_by_paper(*_FUNCTION) / _counted_by_paper(*_OF_THE_PAPER)
-
-
-def _more_than_content_words(halted: Mapping[str, Any]) -> Any:
+def _more_than_content_words(halted: NDArray[np.float64]) -> Any:
     """Rate of function words less that of content words, in points."""
-    rate = sum(halted[one] for one in _FUNCTION) / _counted_by_paper(*_FUNCTION)
-    return 100 * (rate - halted["content"] / _counted_by_paper("content"))
+    return 100 * (halted[:-1].sum(0) / _COUNTED[:-1].sum() - halted[-1] / _COUNTED[-1])
 
 
 def _lower(record: Record) -> Estimate | None:
     """The lowest rate of determiners, prepositions and conjunctions, less the higher of pronouns' and auxiliaries', in points."""
-    sums = [one for name in _FUNCTION for one in _by_window(record, name)]
+    sums = _by_window(record)[:-1]
 
-    def apart(*drawn: Any) -> Any:
-        rates = [100 * rate for rate in _rates(drawn)]
-        return np.minimum.reduce(rates[: len(_EARLY)]) - np.maximum.reduce(rates[len(_EARLY) :])
+    def apart(drawn: NDArray[np.float64]) -> Any:
+        rates = 100 * _rates(drawn)
+        return rates[: len(_EARLY)].min(0) - rates[len(_EARLY) :].max(0)
 
-    return None if any(tokens.sum() < MIN_WINDOWS for tokens in sums[::2]) else Estimate.of(bootstrap(apart, *sums))
+    return None if (sums[:, 0].sum(-1) < MIN_WINDOWS).any() else Estimate.of(bootstrap(apart, sums))
 
 
 _LOWEST = _answer(*_EARLY, note="the lowest of determiners, prepositions and conjunctions")
 _ANSWERS = {f"{claim}.halted_share_pct": _answer(name) for name, (_, claim) in CLASSES.items() if claim is not None}
 _ANSWERS |= {f"{entry}.function_words.halted_share_pct": _LOWEST for entry in ("section2", "s1")}
-_ANSWERS["m.content_words.halted_share_pct"] = _answer("content")
+_ANSWERS["m.content_words.halted_share_pct"] = _answer(_CONTENT)
 _ANSWERS["section2.predominantly"] = _answered(
     of_record=partial(_by_paper_counts, of=_share_of_halted),
-    beyond_chance=partial(_by_paper_counts, of=_beyond_their_share),
+    beyond_chance=partial(_by_paper_counts, of=lambda halted: _share_of_halted(halted) - _share_of_halted(_COUNTED)),
     note="of the tokens of the paper's classes that halt by half of the depth, weighted by Table 12's own counts",
 )
 _ANSWERS["m.pronouns_and_auxiliaries"] = _answered(of_record=_lower, note="the lowest of DT, IN, CC less the higher of the two")
@@ -166,7 +155,7 @@ _ANSWERS["m.function_words.higher_rate_points"] = _answered(
 )
 _HALTS = _answered(
     of_record=lambda record: _halt_layers(record, _FUNCTION),
-    beyond_chance=lambda record: _halt_layers(record, _FUNCTION, ("content",)),
+    beyond_chance=lambda record: _halt_layers(record, _FUNCTION, [_CONTENT]),
     note="of function words that halt, at p42; no token halts before layer 5.6 of 30 here; content words ought to halt a tenth later",
 )
 _ANSWERS |= {f"{entry}.function_words.halt_layer_of_30": _HALTS for entry in ("b6", "figure22")}
@@ -238,10 +227,9 @@ def _rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
     if outcome.record is None:
         return
     found, section = result(outcome.record), outcome.row.technique
-    readings = {(one.name, one.reading) for one in found.classes}
     shared = {"section": section, "record": outcome.record.fingerprint}
     for name, (title, claim) in CLASSES.items():
-        if (name, "ours") not in readings or (name != "all" and not found.model):
+        if not found.has(name) or (name != "all" and not found.model):
             continue  # where all tokens halted, or none, the classes have nothing to say
         one = found.of(name)
         row: dict[str, Any] = {**shared, "panel": "rates", "key": f"{outcome.row.key}.{name}", "class": title}
@@ -249,7 +237,7 @@ def _rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
             values = reported()[claim].values
             row |= {"reported_pct": values["halted_share_pct"], "reported_tokens": values["tokens"]}
         row |= interval_columns("halted_pct", one.halted, 100)
-        if (name, "paper") in readings:
+        if found.has(name, "paper"):
             row |= interval_columns("paper_tags_pct", found.of(name, "paper").halted, 100)
         row |= {f"{rule}_pct": 100 * share for rule, share in one.halted_words.items()}
         layers = len(one.by_layer)

@@ -6,10 +6,10 @@ that saves K/V keeps as much of it as ours leave; the others have no such dial. 
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from quicksilver.report.table import ENDS, KL_CELL, NO_VALUE, Column, Lines, Pan
 
 from .. import drawing as draw
 from ..ablation.techniques import KEPT, of_each, options, row_of, steps
+from ..cost.costs import set_against
 
 PANEL = "peers"
 DENSE, WORK, CACHE, OURS = "Dense", "Save the prompt's work", "Save K/V", "Ours"
@@ -164,21 +165,6 @@ def _prompt_ratio(outcome: Outcome, processes: Sequence[TimedProcess]) -> float 
 
 
 # --- printed --------------------------------------------------------------------------------------------------------------------
-def columns() -> tuple[Column, ...]:
-    """The printed columns."""
-    return (
-        Column("", "technique", comparison.technique_cell, align="left"),
-        Column("perplexity against dense", "Δppl", comparison.delta_ppl_cell),
-        Column("", "KL × 100", KL_CELL, expendable=3),
-        Column("saved %", "exec, prompt", "{prompt_executed_flops_saved_pct:+.1f}"),
-        Column("saved %", "KV bytes", "{kv_bytes_saved_pct:+.1f}"),
-        Column("time", "prompt speedup %", lambda row: speedup_cell(row, "prompt_speedup_pct")),
-        Column("time", "÷ int8", "{versus_int8:.2f}", expendable=2),
-        Column("time", "a decoded token, ÷ dense", _token, expendable=1),
-        FRONT,
-    )
-
-
 def _token(row: Mapping[str, Any]) -> Lines:
     ratio, noise = number(row, "token_ratio"), number(row, "token_noise_pct")
     if ratio is None:
@@ -188,6 +174,17 @@ def _token(row: Mapping[str, Any]) -> Lines:
     return (shown,) if noise is None else (shown, f"noise {noise:.1f}%")
 
 
+COLUMNS = (
+    Column("", "technique", comparison.technique_cell, align="left"),
+    Column("perplexity against dense", "Δppl", comparison.delta_ppl_cell),
+    Column("", "KL × 100", KL_CELL, expendable=3),
+    Column("saved %", "exec, prompt", "{prompt_executed_flops_saved_pct:+.1f}"),
+    Column("saved %", "KV bytes", "{kv_bytes_saved_pct:+.1f}"),
+    Column("time", "prompt speedup %", lambda row: speedup_cell(row, "prompt_speedup_pct")),
+    Column("time", "÷ int8", "{versus_int8:.2f}", expendable=2),
+    Column("time", "a decoded token, ÷ dense", _token, expendable=1),
+    FRONT,
+)
 LEGEND = (
     "Δppl: perplexity of the tokens after the prompt minus dense float32 on the same windows with its 95% interval; below it the same in "
     "percent.",
@@ -237,45 +234,36 @@ def table_peers(outcomes: Sequence[Outcome], name: str) -> Table:
     """Table peers: published methods and ours in the same run: quality, executed FLOPs, time and K/V at matched budgets."""
     found = frame(outcomes)
     title = "Protocol continuation: modules may look ahead inside the prompt; only the tokens after it are scored"
-    panel = Panel(PANEL, title, columns(), (*comparison.cautions(found, PANEL), *provenance.notes(outcomes)))
+    panel = Panel(PANEL, title, COLUMNS, (*comparison.cautions(found, PANEL), *provenance.notes(outcomes)))
     return Table(name, "Peers and ours in the same run", found, (panel,), (*findings(found), *LEGEND))
 
 
 # --- the figure -------------------------------------------------------------------------------------------------------------------
-Time = tuple[Quartiles, float]  # over dense, and the noise floor in percent
-
-
-def _timed(outcomes: Mapping[str, Outcome], processes: Sequence[TimedProcess] = (), *, decoded: bool) -> dict[str, Time]:
-    """Times of the prompt by key of the row, or of a token decoded after one."""
-    records = {key: one.record for key, one in outcomes.items() if one.record is not None}
-    if decoded:
-        served = {key: record.found("deployment", DeploymentResult) for key, record in records.items()}
-        return {key: (one.per_token_ratio, one.noise_floor_pct) for key, one in served.items() if one and one.per_token_ratio}
-    timed = {key: found for key, record in records.items() if (found := prompt_timing(record, processes)) is not None}
-    return {key: (one.ratio, one.noise_floor_pct) for key, one in timed.items()}
+def _timed(outcomes: Mapping[str, Outcome], processes: Sequence[TimedProcess] = (), *, decoded: bool) -> dict[str, Estimate]:
+    """Times of the prompt over dense, by key of the row, or of a token decoded after one."""
+    found: dict[str, tuple[Quartiles | None, float]] = {}
+    for key, record in ((key, one.record) for key, one in outcomes.items() if one.record is not None):
+        if decoded and (served := record.found("deployment", DeploymentResult)) is not None:
+            found[key] = served.per_token_ratio, served.noise_floor_pct
+        elif not decoded and (timing := prompt_timing(record, processes)) is not None:
+            found[key] = timing.ratio, timing.noise_floor_pct
+    return {key: Estimate(one.median, one.low, one.high, noise / 100) for key, (one, noise) in found.items() if one is not None}
 
 
 def _three_over(outcomes: Mapping[str, Outcome], other: str, *, decoded: bool) -> Estimate | None:
-    """Time under the paper's three over that of another row; None: one of them was not timed. Of several processes: the median of their
-    quotients, and the range. Of one: the ends of both intervals, set against each other."""
+    """Time under the paper's three over that of another row; None: one of them was not timed."""
     processes = () if decoded else provenance.timings([*outcomes.values()])
     found = [_timed(outcomes, those, decoded=decoded) for those in one_by_one(processes)]
     if any(not {THREE, other} <= timed.keys() for timed in found):
         return None
-    pairs = [(timed[THREE], timed[other]) for timed in found]
-    floor = statistics.median(max(noise, its_noise) / 100 for (_, noise), (_, its_noise) in pairs)
-    quotients = [ours.median / theirs.median for (ours, _), (theirs, _) in pairs]
-    if processes:
-        return Estimate(statistics.median(quotients), min(quotients), max(quotients), floor)
-    (((ours, _), (theirs, _)),) = pairs
-    return Estimate(quotients[0], ours.low / theirs.high, ours.high / theirs.low, floor)
+    return set_against([(timed[THREE], timed[other]) for timed in found], truediv)
 
 
 def _fastest(outcomes: Mapping[str, Outcome], *, decoded: bool) -> str:
     """The key of the fastest method of others; empty: none was timed."""
     timed = _timed(outcomes, () if decoded else provenance.timings([*outcomes.values()]), decoded=decoded)
     others = [key for key in timed if outcomes[key].row.section not in (DENSE, OURS)]
-    return min(others, key=lambda key: timed[key][0].median, default="")
+    return min(others, key=lambda key: timed[key].value, default="")
 
 
 def _lead(outcomes: Mapping[str, Outcome], *, decoded: bool) -> Estimate | None:

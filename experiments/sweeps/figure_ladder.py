@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,8 +18,8 @@ from quicksilver.records.stats import Interval, bootstrap, mean
 from quicksilver.report import comparison, sweeps
 from quicksilver.report.artefacts import Outcome, Row
 from quicksilver.report.figure import GREY, Figure, legend_below, letters, panels, style
-from quicksilver.report.table import ENDS, signed
-from quicksilver.runtime.errors import ConfigError
+from quicksilver.report.table import ENDS, interval_columns, signed
+from quicksilver.runtime.reading import read_json
 
 from .. import drawing as draw
 from ..ablation.techniques import SETTINGS, options, row_of
@@ -86,13 +85,9 @@ def rows() -> list[Row]:
     return found
 
 
-def trained_tokens(model: str) -> int | None:
-    """How many tokens the model was trained on, as its training wrote; None: it did not."""
-    path = EMBEDDED / model / "training.json"
-    if not path.is_file():
-        return None
-    held_out = json.loads(path.read_text(encoding="utf-8")).get("held_out") or [{}]
-    return held_out[-1].get("tokens")
+def trained_tokens(model: str) -> Any:
+    """How many tokens the model was trained on, as its training wrote."""
+    return read_json(EMBEDDED / model / "training.json")["held_out"][-1]["tokens"]
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------------------
@@ -115,7 +110,7 @@ def measured(outcomes: Sequence[Outcome]) -> pd.DataFrame:
             others = signals if row.key == PREDICTED else signals[1:] if outcome in signals[:1] else []
             if others:
                 difference = bootstrap(mean, _kl(others[0].record) - _kl(record))
-                known |= {"beside": others[0].row.key, **_named("beside_kl_nats", difference)}
+                known |= {"beside": others[0].row.key, **interval_columns("beside_kl_nats", difference)}
         more.append(known)
     found = pd.concat([found, pd.DataFrame(more, columns=COLUMNS)], axis=1)
     trends = pd.DataFrame(_trends(outcomes))
@@ -129,14 +124,14 @@ def _trends(outcomes: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
         # The largest group of models that saw as many tokens, so that a trend is not one of training; all, where no two did.
         counted = Counter(trained_tokens(one.model.name) for one in rungs).most_common(1)
         largest = [one for one in rungs for tokens, _ in counted if trained_tokens(one.model.name) == tokens]
-        rungs = largest if len(largest) > 1 else rungs
+        alike = len(largest) > 1
+        rungs = largest if alike else rungs
         # Windows are numbered along the text: those of the same number lie at the same place of it, whatever the tokenizer.
         if len(rungs) < 2 or len({(one.data.digest, one.data.windows, one.protocol) for one in rungs}) > 1:
             continue
         slope = slope_per_doubling([one.model.parameters for one in rungs], [_kl(one) for one in rungs])
         row = {"panel": TREND, "section": "", "key": technique, "technique": title, "status": TREND, "sizes": len(rungs)}
-        alike = len({trained_tokens(one.model.name) for one in rungs}) == 1
-        yield row | {"alike": alike, **_named("kl_nats_per_doubling", slope)}
+        yield row | {"alike": alike, **interval_columns("kl_nats_per_doubling", slope)}
 
 
 def slope_per_doubling(parameters: Sequence[int], kl_nats: Sequence[np.ndarray]) -> Interval:
@@ -159,13 +154,6 @@ def _kl(record: Record | None) -> np.ndarray:
     """(W,) nats a token, in the order of the text."""
     assert record is not None
     return record.windows.sort_values("window")["kl_nats"].to_numpy(np.float64)
-
-
-def _named(name: str, found: Interval) -> dict[str, float]:
-    values = {f"{name}{end}": float(value) for end, value in zip(ENDS, (found.value, found.low, found.high), strict=True)}
-    if not all(map(math.isfinite, values.values())):
-        raise ConfigError(f"{name}: {values} are no numbers.")
-    return values
 
 
 # --- the figure -------------------------------------------------------------------------------------------------------------------
@@ -232,12 +220,11 @@ def _draw(plot: Any, points: pd.DataFrame, cost: str, *, by_size: bool) -> None:
             look |= {} if by_size else {"linestyle": ""}
             draw.intervals(plot, x, mine, cost, times=_COSTS[cost][0], **look)
     plot.set_xscale("log", base=2)
-    described = []  # `ladder-gpt2-1m`, below it its size, depth and training, in short lines
+    described = []
     for model in sizes.to_dict("records"):
-        trained = [] if pd.isna(model["trained_tokens"]) else [f"{_millions(model['trained_tokens'])} tokens"]
         family, _, size = model["panel"].partition("-")
-        lines = [f"{family}-", size, f"{_millions(model['parameters'])} parameters", f"{model['layers']:.0f} layers", *trained]
-        described.append("\n".join(lines))
+        parameters, tokens = (_millions(model[name]) for name in ("parameters", "trained_tokens"))
+        described.append(f"{family}-\n{size}\n{parameters} parameters\n{model['layers']:.0f} layers\n{tokens} tokens")
     plot.set_xticks(list(where), described)
     plot.minorticks_off()
     if len(sizes):
@@ -324,7 +311,7 @@ def _seeds(outcomes: Sequence[Outcome]) -> str:
     for key in TECHNIQUES:
         if all((model, key) in found for model in SEEDS):
             first, second = (found[model, key] for model in SEEDS)
-            apart, undecided = _times_100(_named("apart", bootstrap(mean, second - first)), "apart")
+            apart, undecided = _times_100(interval_columns("apart", bootstrap(mean, second - first)), "apart")
             means = f"{100 * first.mean():.2f} and {100 * second.mean():.2f}"
             parts.append(f"{_named_in_text(key)} {means} ({apart}{undecided})")
     same = "differ in the seed of their weights and windows, and in docstrings of other package versions"

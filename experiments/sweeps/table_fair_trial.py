@@ -244,14 +244,14 @@ def table(outcomes: Sequence[Outcome], name: str) -> Table:
 
 def _verdict(frame: pd.DataFrame) -> tuple[str, ...]:
     """What the best of all settings costs on the test text, budget by budget; which is best, calibration text says."""
-    tested = frame[frame["panel"] == TEST].set_index("key")
+    tested, won = frame[frame["panel"] == TEST].set_index("key"), _winners(frame)
     said = []
     for budget in BUDGETS_PCT:
-        kl = {one: float(frame.loc[at, "kl_nats"]) for (one, asked), at in _winners(frame).items() if asked == budget}
+        kl = {one: float(frame.loc[at, "kl_nats"]) for (one, asked), at in won.items() if asked == budget}
         if not kl:
             continue
         best = min(kl, key=lambda mechanism: kl[mechanism])
-        name, key = frame.loc[_winners(frame)[best, budget], "technique"], f"{best}.{budget}"
+        name, key = frame.loc[won[best, budget], "technique"], f"{best}.{budget}"
         row = tested.loc[key] if key in tested.index else {"still_wins": False}
         if not row["still_wins"]:
             found = "was not frozen and so not tested"

@@ -25,7 +25,7 @@ from quicksilver.report.claims.ledger import AnsweredBy
 from quicksilver.report.claims.reported import Estimate, reported
 from quicksilver.report.comparison import MEASURED, technique_cell
 from quicksilver.report.figure import DASHES, GREY, MARKERS, PALETTE, Figure, legend_below, letters, panels, style
-from quicksilver.report.table import ENDS, Column, Panel, Table, filled, interval_columns, number, numbers, signed, with_ends
+from quicksilver.report.table import ENDS, Column, Panel, Table, filled, interval_columns, number, signed, with_ends
 from quicksilver.runtime.errors import ConfigError
 
 from .. import drawing as draw
@@ -95,10 +95,7 @@ class Lost(NamedTuple):
 
 def lost(record: Record, dense: Record) -> Lost:
     """What `record` lost against `dense` on the same examples.
-
-    Raises:
-        ConfigError: the two did not answer the same examples.
-    """
+    Raises ConfigError: the two did not answer the same examples."""
     ours, theirs = examples(record.path), examples(dense.path)
     if not (ours["row"].equals(theirs["row"]) and ours["gold"].equals(theirs["gold"])):
         raise ConfigError(f"{record.path} and {dense.path} answered different examples: they do not pair.")
@@ -177,10 +174,7 @@ COLUMNS = [
 # --- claims -----------------------------------------------------------------------------------------------------------------------
 def loss_of(key: str) -> Callable[[Mapping[str, Outcome]], Estimate | None]:
     """A claim's estimate: points lost by the row `key`.
-
-    Raises (when asked):
-        ConfigError: the dense model is not above chance, so that there is nothing to lose.
-    """
+    Raises ConfigError (when asked): the dense model is not above chance, so that there is nothing to lose."""
 
     def of(outcomes: Mapping[str, Outcome]) -> Estimate | None:
         record, dense = outcomes[key].record, outcomes[key].dense
@@ -411,5 +405,4 @@ def _caption(drawn: pd.DataFrame, outcomes: Sequence[Outcome]) -> tuple[str, ...
 
 
 def _interval(row: Mapping[Any, Any], name: str) -> str:
-    value, low, high = map(signed, numbers(row, name))
-    return f"{value} [{low} {high}]"
+    return filled(with_ends(name, "+.1f", " "), row)[0]

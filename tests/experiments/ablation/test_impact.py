@@ -3,6 +3,7 @@
 import fakes
 import pytest
 
+from quicksilver.experiments import drawing as draw
 from quicksilver.experiments.ablation import impact
 from quicksilver.measure.latency import LatencyResult
 from quicksilver.records.record import Record
@@ -67,7 +68,7 @@ def test_simulated_widths_have_no_time_and_the_picture_says_so(made, monkeypatch
     assert frame["delta_ppl_pct"].notna().all()
     texts = [text.get_text().replace("\n", " ") for axes in figure.drawing.axes for text in axes.texts]
     assert texts.count("simulated: not timed") == 2  # of both protocols
-    assert impact.folded("+ Quantization", 12).count("\n") == 0
+    assert draw.folded("+ Quantization", 12).count("\n") == 0
 
 
 def test_claims_follow_the_ratio_of_times(made):

@@ -98,9 +98,8 @@ def test_decoding_is_printed_where_it_was_timed(tmp_path: Path) -> None:
     one = ServingResult(Spread(10.0, 1.0), Percentiles(5.0, 7.0, None), 60, 190.0, 100.0)
     served = DeploymentResult(one, 256, 64, 50.0, 3.0, one, Quartiles(0.5, 0.48, 0.52), 32)
     frame = methods.frame(outcomes(tmp_path, MEASURED, measured={"deployment": served}))
-    cells = {
-        column.header: filled(column.cell, frame.set_index("key", drop=False).loc["bfloat16"]) for column in methods.columns()
-    }
+    row = frame.set_index("key", drop=False).loc["bfloat16"]
+    cells = {column.header: filled(column.cell, row) for column in methods.COLUMNS}
     assert cells["a decoded token, ÷ dense"] == ("0.50", "noise 3.0%")
     assert cells["prompt speedup %"] == ("≈ 0",)
 

@@ -83,9 +83,8 @@ class Site:
             contents |= self._piece_pages(piece, before=before, after=after)
         panels = ((f"{one.title.partition(':')[0]}, {panel}", names) for one in pieces for panel, names in one.panels.items())
         named = ((title, [run for run in map(self.there.runs.get, names) if run is not None]) for title, names in panels)
-        pairs = ((title, [(one.record, one.dense) for one in members if one.record and one.dense]) for title, members in named)
         about = _about([run.record for run in runs if run.record is not None])
-        shown = {"sweeps": without_folders(sweeps(pairs)), "boards": boards(runs), "about": about}
+        shown = {"sweeps": without_folders(sweeps(named)), "boards": boards(runs), "about": about}
         contents["assets/records.parquet"] = self._frame()
         parts = [runs[first : first + ROWS] for first in range(0, len(runs), ROWS)] or [[]]
         names = ["runs.html", *(f"runs-{number}.html" for number in range(2, len(parts) + 1))]

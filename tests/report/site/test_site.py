@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
@@ -566,8 +566,10 @@ def test_the_harmed_window_comes_first(records):
 
 
 # --- thresholds -------------------------------------------------------------------------------------------------------------------
-def sweep_of(records: dict[str, Record], *keys: str) -> list[dict]:
-    return views.sweeps([("a table", [(records[key], records["dense"]) for key in keys])])
+def sweep_of(records: dict[str, Record], *keys: str, titles: Sequence[str] = ("a table",)) -> list[dict]:
+    rows = {key: comparison.against_dense(records[key], records["dense"]) for key in keys}
+    runs = [NamedRecord(records[key].fingerprint, records[key], [], row=row) for key, row in rows.items()]
+    return views.sweeps((title, runs) for title in titles)
 
 
 def test_every_position_is_a_record_with_its_own_options_and_a_set_is_shown_once(records):
@@ -579,11 +581,10 @@ def test_every_position_is_a_record_with_its_own_options_and_a_set_is_shown_once
         known = views.settings(record)
         for option, place in zip(sweep["options"], row["at"], strict=True):
             assert option["values"][place] == known[option["name"]]
-        assert row["ppl"] == pytest.approx(record.quality.ppl, rel=1e-4)
+        assert row["executed_flops_saved_pct"] == pytest.approx(record.flops_saved_pct("executed"), rel=1e-4)
         assert row["delta_ppl_pct"][1] <= row["delta_ppl_pct"][0] <= row["delta_ppl_pct"][2]
     assert sweep_of(records, "signal.drift", "all") == []  # other modules are another sweep, and one record is none
-    pairs = [(records[key], records["dense"]) for key in ("signal.drift", "share")]
-    assert [one["title"] for one in views.sweeps([("a table", pairs), ("a figure of it", pairs)])] == ["a table"]
+    assert [one["title"] for one in sweep_of(records, "signal.drift", "share", titles=("a table", "its figure"))] == ["a table"]
 
 
 # --- in a browser -----------------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from quicksilver.records.store import Store
 from quicksilver.records.window_tokens import window_tokens
 from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.claims.ledger import COLUMNS
 from quicksilver.report.figure import Figure, panels, style
 from quicksilver.report.reproduction import DEFAULT, VARIANTS
 from quicksilver.report.site import views
@@ -74,20 +75,19 @@ def made(tmp_path_factory) -> Path:
     shown = frame[["key", "record"]]
     caption = ("Model: tiny & small.", *notes, "Text: digest 7c304b8e77c0.")
     Figure("figure99", "Figure 99: shown nowhere", shown, drawing, caption).write(results / "figures")
-    words = (
-        "panel=Table 11|section=|kind=claim|claim=table11.halting.delta_ppl|place=Appendix P|quote=a <b> c|reported=0.12|unit=%"
+    claim: dict[str, Any] = dict.fromkeys(COLUMNS, "") | dict(
+        panel="Table 11", kind="claim", place="Appendix P", quote="a <b> c", why="because"
     )
-    words += "|measured=0.34|measured_low=0.1|measured_high=0.5|protocol=all|versus_null=|verdict=partly|why=because"
-    claim = dict(word.split("=") for word in words.split("|")) | {"record": outcomes[1].record.fingerprint}
-    claim["counted_as"] = claim["claim"]
-    other = claim | {
-        "claim": "p4.joint.flops",
-        "counted_as": "p4.joint.flops",
-        "measured": "",
-        "measured_low": "",
-        "verdict": "not measured",
-        "record": "",
-    }
+    claim |= dict.fromkeys(("claim", "counted_as"), "table11.halting.delta_ppl") | dict(reported="0.12", unit="%", protocol="all")
+    claim |= dict(
+        measured="0.34", measured_low="0.1", measured_high="0.5", verdict="partly", record=outcomes[1].record.fingerprint
+    )
+    other = (
+        claim
+        | dict.fromkeys(("claim", "counted_as"), "p4.joint.flops")
+        | dict.fromkeys(("measured", "measured_low", "record"), "")
+    )
+    other["verdict"] = "not measured"
     conflict = claim | {"kind": "conflict", "claim": "conflict.bits", "verdict": "contradiction", "record": ""}
     write_claims(results, pd.DataFrame([claim, other, conflict]))
     return results

@@ -438,13 +438,14 @@ def boards(runs: Iterable[NamedRecord]) -> list[Board]:
             method: sorted(varied(mine["options"]), key=lambda key: -len({one.get(key) for one in mine["options"]}))
             for method, mine in frame.groupby("method")
         }
-        for one in frame.to_dict("records"):
-            own_modules = one["run"].record.config["modules"].values()
-            if not keys[one["method"]] and not all(str(of.get("_target_", "")).startswith("quicksilver.") for of in own_modules):
-                keys[one["method"]] = [*one["options"]]  # nobody knows another's defaults: all options are said
         entries = []
         for one in frame.to_dict("records"):
-            own_options = ((key.rpartition(".")[2], one["options"].get(key)) for key in keys[one["method"]])
+            classes = (str(module.get("_target_", "")) for module in one["run"].record.config["modules"].values())
+            ours = all(
+                path.startswith("quicksilver.") for path in classes
+            )  # nobody knows another's defaults: all options are said
+            said_of = keys[one["method"]] or ([] if ours else one["options"])
+            own_options = ((key.rpartition(".")[2], one["options"].get(key)) for key in said_of)
             said = ", ".join(f"{key}={value}" for key, value in own_options if value is not None)
             said = str(without_folders(textwrap.shorten(said, _MOST_CHARACTERS, placeholder=" …")))
             entries.append(Entry(one["run"], one["method"], said, one["place"], far.get(one["setting"])))

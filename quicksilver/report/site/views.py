@@ -237,7 +237,7 @@ _NUMBERS = (
 _MIN_RECORDS = 2
 _NONE = "none"
 _SCALE = 3  # fewer numbers are no scale
-_Compared = tuple[Record, Mapping[str, Any]]  # and what `against_dense` says of it
+_Compared = tuple[Record, NamedRecord]
 
 
 def sweeps(panels: Iterable[tuple[str, Sequence[NamedRecord]]]) -> list[dict[str, Any]]:
@@ -249,7 +249,7 @@ def sweeps(panels: Iterable[tuple[str, Sequence[NamedRecord]]]) -> list[dict[str
 
     Returns:
         per sweep: `title`, `where` (modules, model, text, protocol), `options` (each with its `values` in order, and whether that is an order of
-        numbers, `ordered`) and `records`, each with the place of its value in every option, its numbers and their intervals. Options that always
+        numbers, `ordered`) and `records`, each with its page of tokens (`trace`), the place of its value in every option, its numbers and their intervals. Options that always
         change together are one option. What has most to move through comes first: a scale of at least three numbers, then the widest range of savings.
     """
     found, seen = [], set()
@@ -261,7 +261,7 @@ def sweeps(panels: Iterable[tuple[str, Sequence[NamedRecord]]]) -> list[dict[str
                 said = (json.dumps(one, sort_keys=True) for one in (modules, {**encoded(record.protocol), "batch_size": None}))
                 model = record.model
                 same = (record.execution, model.name, model.weights_digest, model.dtype, record.data.token_digest)
-                groups.setdefault((*said, *same), []).append((record, run.row))
+                groups.setdefault((*said, *same), []).append((record, run))
         for members in groups.values():
             names = frozenset(record.fingerprint for record, _ in members)
             if names not in seen and (sweep := _sweep(title, members)) is not None:
@@ -281,10 +281,10 @@ def _interest(sweep: Mapping[str, Any]) -> tuple[bool, float]:
 def _sweep(title: str, members: Sequence[_Compared]) -> dict[str, Any] | None:
     distinct: dict[str, _Compared] = {}
     # Two records of one setting differ in how much was measured: the timed one says more.
-    for record, row in sorted(members, key=lambda one: "speedup_pct" not in one[1]):
-        distinct.setdefault(json.dumps(record.config["modules"], sort_keys=True), (record, row))
+    for record, run in sorted(members, key=lambda one: "speedup_pct" not in one[1].row):
+        distinct.setdefault(json.dumps(record.config["modules"], sort_keys=True), (record, run))
     rows = sorted(distinct.values(), key=lambda one: one[0].fingerprint)
-    if len({(row.get("executed_flops_saved_pct"), row["delta_ppl_pct"]) for _, row in rows}) < _MIN_RECORDS:
+    if len({(run.row.get("executed_flops_saved_pct"), run.row["delta_ppl_pct"]) for _, run in rows}) < _MIN_RECORDS:
         return None  # one outcome, whatever is set: there is nothing to move through
     options = _options([settings(record) for record, _ in rows])
     first = rows[0][0]
@@ -293,10 +293,10 @@ def _sweep(title: str, members: Sequence[_Compared]) -> dict[str, Any] | None:
         "where": ", ".join((" + ".join(first.modules), first.model.name, first.data.name, first.protocol.name, first.execution)),
         "options": [{key: value for key, value in option.items() if key != "places"} for option in options],
         "records": [
-            {"fingerprint": record.fingerprint, "at": [option["places"][place] for option in options]}
-            | {name: rounded(number(row, name), 5) for name in _NUMBERS}
-            | {name: [rounded(value, 5) for value in numbers(row, name)] for name in _INTERVALS}
-            for place, (record, row) in enumerate(rows)
+            {"fingerprint": run.fingerprint, "trace": run.trace, "at": [option["places"][place] for option in options]}
+            | {name: rounded(number(run.row, name), 5) for name in _NUMBERS}
+            | {name: [rounded(value, 5) for value in numbers(run.row, name)] for name in _INTERVALS}
+            for place, (_, run) in enumerate(rows)
         ],
     }
 

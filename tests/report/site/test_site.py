@@ -408,7 +408,10 @@ def test_a_damaged_file_of_a_record_costs_its_pages_and_no_other(copy, records):
     traced = {path.stem for path in (copy / "report" / "tokens").iterdir()}
     assert traced >= {records["all"].fingerprint, records["signal.random"].fingerprint}
     assert records["signal.drift"].fingerprint not in traced
-    assert page_of(copy, "explorer")
+    (sweep,) = json.loads(re.search(r'id="sweeps">(.*?)</script>', page_of(copy, "explorer"))[1])
+    leads = {one["fingerprint"]: one["trace"] for one in sweep["records"]}
+    drift, random = (records[f"signal.{name}"].fingerprint for name in ("drift", "random"))
+    assert leads == {drift: None, random: f"tokens/{random}.html"}  # no link where there is no page
 
 
 def test_a_failed_row_and_an_artefact_that_was_not_made_are_named(copy, prints):

@@ -21,7 +21,7 @@ from urllib.parse import urlparse
 from quicksilver.cli.arguments import ResultsFolder, key
 from quicksilver.report.site.collection import Collection
 from quicksilver.report.table import markdown
-from quicksilver.report.wandb import collected, sweeps
+from quicksilver.report.wandb import sweeps
 from quicksilver.runs.tracker import SO_FAR
 from quicksilver.runtime.errors import QuickSilverError
 
@@ -125,7 +125,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     try:
         asked = Keys.parsed(sys.argv[1:] if words is None else words, "scripts/wandb_report.py")
-        site = collected(Path(asked.results_dir))
+        site = Collection(Path(asked.results_dir))
     except QuickSilverError as error:
         print(error, file=sys.stderr)
         return 1

@@ -171,7 +171,7 @@ class Artefact:
     def build(self, outcomes: Sequence[Outcome], name: str) -> Table | Figure:
         """The table or figure called `name`, with the records that it is made of and the claims that it answers."""
         with self._with_libraries():
-            made = self.experiment.table(outcomes, name) if self.kind == "table" else self.experiment.figure(outcomes, name)
+            made: Table | Figure = getattr(self.experiment, self.kind)(outcomes, name)
         found = (record.fingerprint for one in outcomes for record in one.records)
         title = made.title if self.kind == "table" else made.title + _measured_on(outcomes)
         return dataclasses.replace(made, title=title, records=tuple(sorted(set(found))), claims=self.claims)

@@ -194,7 +194,8 @@ VARIANTS = tuple(
         ),
         # With the power that the first command has no time for. More windows change no time.
         (
-            *("128-windows", f"{DEFAULT}, 3 random draws, 128 windows instead of 32, nothing timed"),
+            "128-windows",
+            f"{DEFAULT}, 3 random draws, 128 windows instead of 32, nothing timed",
             "dataset.windows=128 measure.null_control.seeds=3 measure.latency.enabled=false measure.emissions.enabled=false",
         ),
     )

@@ -36,7 +36,7 @@ def publish(results_dir: Path | str, config: TrackerConfig) -> Collection:
         QuickSilverError: W&B refuses (no login …).
     """
     check_tracker(config)
-    site = collected(Path(results_dir))
+    site = Collection(Path(results_dir))
     groups = {fingerprint: f"sweep {name}" for name, members in reversed(sweeps(site).items()) for fingerprint in members}
     for fingerprint, run in site.runs.items():
         if run.record is not None:
@@ -48,11 +48,6 @@ def publish(results_dir: Path | str, config: TrackerConfig) -> Collection:
             mirror(run.record, config, site.root, more=numbers, **kind)
     _publish_pieces(site, config)
     return site
-
-
-def collected(root: Path) -> Collection:
-    """What lies below `root`, with every record that was made there."""
-    return Collection(root, sys.maxsize)
 
 
 def sweeps(site: Collection) -> dict[str, list[str]]:

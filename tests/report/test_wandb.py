@@ -181,7 +181,7 @@ def test_an_ad_hoc_sweep_by_w_and_b_itself(tmp_path):
 
 
 def test_a_curve_ends_with_the_numbers_of_its_record(results):
-    record = next(run.record for run in wandb.collected(results).runs.values() if run.record and run.record.dense)
+    record = next(run.record for run in Collection(results).runs.values() if run.record and run.record.dense)
     for blocks in (3, 1000):
         found = curves(record, blocks)
         assert len(found) == min(blocks, len(record.windows))

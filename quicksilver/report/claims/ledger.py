@@ -208,6 +208,14 @@ class _Claim:
         return f"{self.entry.id}.{self.name}"
 
     @property
+    def counted_as(self) -> str:
+        """The claim that this one counts with: the first place where its number is printed."""
+        first = self.entry.same_as
+        if isinstance(first, Mapping):  # of some of its numbers
+            return first.get(self.name, self.id)
+        return self.id if first is None else f"{first}.{self.name}"
+
+    @property
     def what(self) -> Quantity:
         return quantity(self.entry, self.name)
 
@@ -381,7 +389,7 @@ def frame(sources: Sequence[Source]) -> pd.DataFrame:
 def _rows(claim: _Claim, sources: Sequence[Source]) -> list[dict[str, Any]]:
     entry, what, (low, high) = claim.entry, claim.what, claim.stated
     base: dict[str, Any] = dict(panel=entry.group, section=entry.place, kind="claim", claim=claim.id, quote=entry.quote)
-    base |= dict(counted_as=_outcome(claim.id), place="; ".join((entry.place, *entry.also)), reported=claim.printed)
+    base |= dict(counted_as=claim.counted_as, place="; ".join((entry.place, *entry.also)), reported=claim.printed)
     base |= dict(target_low=low, target_high=high, unit=what.unit)
     if what.sense == "setting":
         key = entry.config.get(claim.name)
@@ -530,7 +538,7 @@ def ledger(sources: Sequence[Source], name: str = "claims", others: Mapping[str,
     texts = {label: _other_texts(found) for label, found in (others or {}).items()}
 
     def beside(row: Any) -> str:
-        claim = _outcome(row.claim)
+        claim = row.counted_as
         said = ((label, found[claim]) for label, found in elsewhere.items() if found.get(claim) in LEAST_FAVOURABLE[:4])
         return "; ".join(f"{texts[label].get(claim, label)}: {verdict}" for label, verdict in said)
 
@@ -629,7 +637,7 @@ def standing(rows: pd.DataFrame) -> dict[str, str]:
     """The verdict on each outcome, settings and what is so by definition left out: of its rows the least favourable, so that none is counted
     twice."""
     outcomes = rows[(rows["kind"] == "claim") & (rows["verdict"] != BY_DEFINITION)]
-    verdicts = outcomes.groupby(outcomes["claim"].map(_outcome), sort=False)["verdict"]
+    verdicts = outcomes.groupby("counted_as", sort=False)["verdict"]
     return {str(claim): min(members, key=LEAST_FAVOURABLE.index) for claim, members in verdicts}
 
 
@@ -637,16 +645,7 @@ def _other_texts(rows: pd.DataFrame) -> dict[str, str]:
     """Outcomes that were not measured on the text that most were, such as annotated ones: `model · text` of each."""
     measured = rows[rows["record"] != ""]
     others = measured[measured["data"] != measured["data"].mode().iat[0]] if len(measured) else measured
-    return {_outcome(row.claim): f"{row.model} · {row.data}" for row in others.itertuples()}
-
-
-def _outcome(claim: str) -> str:
-    """The claim that this one counts with: the first place where its number is printed."""
-    entry, _, name = str(claim).rpartition(".")
-    first = reported()[entry].same_as if entry in reported() else None
-    if isinstance(first, Mapping):  # of some of its numbers
-        return first.get(name, claim)
-    return claim if first is None else f"{first}.{name}"
+    return {row.counted_as: f"{row.model} · {row.data}" for row in others.itertuples()}
 
 
 def _counts(rows: pd.DataFrame) -> str:

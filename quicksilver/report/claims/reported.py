@@ -156,58 +156,54 @@ def judge(sense: Sense, target: Target, estimate: Estimate) -> Verdict:
     Two questions. Does the interval reach what is claimed? Does it rule out that the claim is wrong by nearly its whole size: next to no
     effect for a gain, nearly twice the claimed cost, next to nothing or nearly twice the claimed number for a description?
     """
-    reaches, rules_out = _questions(sense, target, estimate)
+    (reaches, _), (rules_out, _) = _questions(sense, target, estimate)
     if reaches:  # an interval that contains the claim and its opposite is inconclusive
         return "reproduced" if rules_out else "undecided"
     return "partly" if rules_out else "not reproduced"
 
 
-def _questions(sense: Sense, target: Target, estimate: Estimate) -> tuple[bool, bool]:
+def by_the_rule(sense: Sense, target: Target, estimate: Estimate) -> str:
+    """Which of the two questions have the answer no, in words; empty: none."""
+    (reaches, missed), (rules_out, no_more) = _questions(sense, target, estimate)
+    if missed == no_more:  # a claimed zero
+        return "" if reaches else missed
+    if missed.endswith("(0)") and no_more.endswith("(0)"):  # a claim without a size: one question, not two
+        no_more, rules_out = no_more.replace("a tenth of ", "").replace("nearly twice ", ""), rules_out or not reaches
+    said = [words for answer, words in ((reaches, missed), (rules_out, no_more)) if not answer]
+    return f"the interval {' and '.join(said)}" if said else ""
+
+
+def _questions(sense: Sense, target: Target, estimate: Estimate) -> tuple[tuple[bool, str], tuple[bool, str]]:
+    """The answer to each question, and what the interval does where it is no."""
     low, high, floor = target.low, target.high, estimate.floor
     if sense == "ratio":  # of a time: 0.40 is a gain of 0.60
         gain = Target(*(None if end is None else 1 - end for end in (high, low)))
-        return _questions("gain", gain, Estimate(1 - estimate.value, 1 - estimate.high, 1 - estimate.low, floor))
+        found = Estimate(1 - estimate.value, 1 - estimate.high, 1 - estimate.low, floor)
+        (reaches, _), (rules_out, _) = _questions("gain", gain, found)
+        assert high is not None
+        least = max(floor, (1 - NEARLY) * (1 - high))
+        name = "1 less the noise" if least == floor else "1 less a tenth of the gain"
+        return (reaches, f"begins above the claim ({high:.3g})"), (rules_out, f"ends above {name} ({1 - least:.3g})")
     if sense == "cost" or (low is None and sense != "gain"):
         assert high is not None
-        return estimate.low <= high, estimate.high < (1 + NEARLY) * high
+        twice = (1 + NEARLY) * high
+        missed, no_more = f"begins above the claim ({high:.3g})", f"ends above nearly twice the claim ({twice:.3g})"
+        return (estimate.low <= high, missed), (estimate.high < twice, no_more)
     assert low is not None
     if high is not None and low <= 0 <= high:
         # A claimed zero has no size: it is right when there is nothing beyond its rounding, or beyond the floor.
         most = max(-low, high, floor)
-        return (-most <= estimate.value <= most,) * 2
+        return ((-most <= estimate.value <= most, f"the value is not within {most:.3g} of 0"),) * 2
     if sense == "gain" or high is None:
-        # Where the noise is as large as the claim, a difference inside it does not say that the claim is missed.
-        lost_in_noise = abs(estimate.value) <= floor and floor >= low
-        return lost_in_noise or estimate.high >= low, estimate.low > max(floor, (1 - NEARLY) * low)
-    size = high if high > 0 else low
-    nothing, twice = sorted(((1 - NEARLY) * size, (1 + NEARLY) * size))
-    return estimate.low <= high and estimate.high >= low, nothing < estimate.low and estimate.high < twice
-
-
-def by_the_rule(sense: Sense, target: Target, estimate: Estimate) -> str:
-    """Which of the two questions have the answer no, in words; empty: none."""
-    low, high, floor = target.low, target.high, estimate.floor
-    reaches, rules_out = _questions(sense, target, estimate)
-    if reaches and rules_out:
-        return ""
-    if sense == "ratio" and high is not None:
-        least = max(floor, (1 - NEARLY) * (1 - high))
-        name = "1 less the noise" if least == floor else "1 less a tenth of the gain"
-        missed, no_more = f"begins above the claim ({high:.3g})", f"ends above {name} ({1 - least:.3g})"
-    elif sense == "cost" or low is None:
-        assert high is not None
-        missed, no_more = f"begins above the claim ({high:.3g})", f"ends above nearly twice the claim ({(1 + NEARLY) * high:.3g})"
-    elif high is not None and low <= 0 <= high:
-        return f"the value is not within {max(-low, high, floor):.3g} of 0"
-    elif sense == "gain" or high is None:
         least = max(floor, (1 - NEARLY) * low)
         name = "the noise" if least == floor > 0 else "a tenth of the claim"
-        missed, no_more = f"ends below the claim ({low:.3g})", f"begins below {name} ({least:.3g})"
-    else:
-        missed, no_more = "does not overlap the claim", "is not within a tenth of the claim and 1.9 times it"
-    if missed.endswith("(0)") and no_more.endswith("(0)"):  # a claim without a size: one question, not two
-        no_more, rules_out = no_more.replace("a tenth of ", "").replace("nearly twice ", ""), rules_out or not reaches
-    return f"the interval {' and '.join([missed] * (not reaches) + [no_more] * (not rules_out))}"
+        # Where the noise is as large as the claim, a difference inside it does not say that the claim is missed.
+        reaches = estimate.high >= low or (abs(estimate.value) <= floor and floor >= low)
+        return (reaches, f"ends below the claim ({low:.3g})"), (estimate.low > least, f"begins below {name} ({least:.3g})")
+    size = high if high > 0 else low
+    nothing, twice = sorted(((1 - NEARLY) * size, (1 + NEARLY) * size))
+    overlaps, sized = estimate.low <= high and estimate.high >= low, nothing < estimate.low and estimate.high < twice
+    return (overlaps, "does not overlap the claim"), (sized, "is not within a tenth of the claim and 1.9 times it")
 
 
 def with_its_quality(saving: Verdict, quality: Verdict) -> Verdict:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,6 @@ from quicksilver.runs.sweep import labels
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 _DATA_LIMIT_BYTES = 30_000  # a larger frame stays where it was written
-MOST_WHOLE = 500  # of records that nothing names, so many have intervals, charts and tokens
 
 
 class Problem(NamedTuple):
@@ -142,13 +142,13 @@ class Collection:
     """What one results folder has.
 
     Args:
-        most_whole: of records that were made here and that nothing names, so many are shown whole.
+        most_whole: of records that were made here and that nothing names, so many have intervals, charts and tokens; of more, none has.
 
     Raises:
         ConfigError: there is no such folder, nothing was written in it yet, or none of the records that are named.
     """
 
-    def __init__(self, root: Path, most_whole: int = MOST_WHOLE):
+    def __init__(self, root: Path, most_whole: int = sys.maxsize):
         if not root.is_dir():
             raise ConfigError(f"{root} is not there: a report is made of what `quicksilver reproduce all` writes into it.")
         self.root = root

@@ -38,6 +38,7 @@ _ASSETS = ("site.css", "site.js", "charts.js", "tokens.js", "explorer.js", "runs
 _PAGES = {"tokens": "tokens_index", "texts": "samples_index"}
 _PAGES |= {name: name for name in ("explorer", "leaderboard", "claims", "index")}
 ROWS = 500  # of a page of runs
+MOST_WHOLE = 500  # of records that nothing names, so many have intervals, charts and tokens
 _BETTER = {"Δppl": -1, "Δ perplexity": -1, "Δ far recall": -1, "KL × 100": -1} | dict.fromkeys(
     ("exec", "nominal", "exec, prompt", "FLOPs saved", "KV bytes", "speedup"), 1
 )
@@ -55,7 +56,7 @@ _SHOWN_APART = {ENTRY, *_NAMES, *_DESCRIBED}
 def make(results_dir: Path | str) -> tuple[Path, list[Problem]]:
     """Write the site below `results_dir`; returns its first page and what is missing in it.
     Raises ConfigError: there is no such folder, nothing was written in it yet, or `report` in it is not this command's."""
-    site = Site(Collection(Path(results_dir)))
+    site = Site(Collection(Path(results_dir), MOST_WHOLE))
     folder = site.there.root / "report"
     publish(folder, site.contents())  # pages of records that no table names any more go: nothing links to them
     return folder / "index.html", site.there.problems
@@ -83,9 +84,8 @@ class Site:
             contents |= self._piece_pages(piece, before=before, after=after)
         panels = ((f"{one.title.partition(':')[0]}, {panel}", names) for one in pieces for panel, names in one.panels.items())
         named = ((title, [run for run in map(self.there.runs.get, names) if run is not None]) for title, names in panels)
-        pairs = ((title, [(one.record, one.dense) for one in members if one.record and one.dense]) for title, members in named)
         about = _about([run.record for run in runs if run.record is not None])
-        shown = {"sweeps": without_folders(sweeps(pairs)), "boards": boards(runs), "about": about}
+        shown = {"sweeps": without_folders(sweeps(named)), "boards": boards(runs), "about": about}
         contents["assets/records.parquet"] = self._frame()
         parts = [runs[first : first + ROWS] for first in range(0, len(runs), ROWS)] or [[]]
         names = ["runs.html", *(f"runs-{number}.html" for number in range(2, len(parts) + 1))]

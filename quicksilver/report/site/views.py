@@ -11,7 +11,6 @@ import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from difflib import SequenceMatcher
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -22,12 +21,10 @@ import torch
 
 from quicksilver.measure.audit import AuditResult
 from quicksilver.measure.generation import GREEDY, SAMPLED, TEXTS
-from quicksilver.measure.latency import LatencyResult
 from quicksilver.measure.measurement import encoded
 from quicksilver.measure.words import WORDS
 from quicksilver.records.record import Record
 from quicksilver.records.window_tokens import window_tokens
-from quicksilver.report.comparison import against_dense
 from quicksilver.report.site.collection import NamedRecord, varied
 from quicksilver.report.sweeps import front
 from quicksilver.report.table import number, numbers, signed, speedup_cell, without_folders
@@ -232,41 +229,42 @@ def marked(one: str, two: str) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
 
 
 # --- from record to record: those that differ in the options of their modules only ------------------------------------------------
-_INTERVALS = ("delta_ppl", "delta_ppl_pct", "null_delta_ppl_pct", "versus_null_ppl")
+_INTERVALS = ("delta_ppl_pct", "null_delta_ppl_pct", "versus_null_ppl")
 _NUMBERS = (
-    *("ppl", "executed_flops_saved_pct", "nominal_flops_saved_pct", "paper_flops_saved_pct", "prompt_executed_flops_saved_pct"),
+    *("executed_flops_saved_pct", "nominal_flops_saved_pct", "paper_flops_saved_pct", "prompt_executed_flops_saved_pct"),
     *("kv_bytes_saved_pct", "speedup_pct", "noise_floor_pct", "prompt_speedup_pct", "prompt_noise_floor_pct"),
 )
 _MIN_RECORDS = 2
 _NONE = "none"
 _SCALE = 3  # fewer numbers are no scale
+_Compared = tuple[Record, NamedRecord]
 
 
-def sweeps(panels: Iterable[tuple[str, Sequence[tuple[Record, Record]]]]) -> list[dict[str, Any]]:
+def sweeps(panels: Iterable[tuple[str, Sequence[NamedRecord]]]) -> list[dict[str, Any]]:
     """What can be moved through: of every panel the records of the same modules on the same model, text, protocol and execution.
 
     Args:
-        panels: a title, and records with their dense records. A set of records that an earlier panel had is not shown again.
+        panels: a title, and records with their rows; those without intervals (too few windows) are left out. A set of records that an earlier
+            panel had is not shown again.
 
     Returns:
         per sweep: `title`, `where` (modules, model, text, protocol), `options` (each with its `values` in order, and whether that is an order of
-        numbers, `ordered`) and `records`, each with the place of its value in every option, its numbers and their intervals. Options that always
+        numbers, `ordered`) and `records`, each with its page of tokens (`trace`), the place of its value in every option, its numbers and their intervals. Options that always
         change together are one option. What has most to move through comes first: a scale of at least three numbers, then the widest range of savings.
     """
     found, seen = [], set()
-    for title, pairs in panels:
-        groups: dict[tuple[str, ...], list[tuple[Record, Record]]] = {}
-        for record, dense in sorted(pairs, key=lambda pair: pair[0].fingerprint):
-            if record.dense_fingerprint is not None:
+    for title, runs in panels:
+        groups: dict[tuple[str, ...], list[_Compared]] = {}
+        for run in runs:
+            if (record := run.record) is not None and "delta_ppl" in run.row:
                 modules = {name: entry["_target_"] for name, entry in record.config["modules"].items()}
                 said = (json.dumps(one, sort_keys=True) for one in (modules, {**encoded(record.protocol), "batch_size": None}))
                 model = record.model
                 same = (record.execution, model.name, model.weights_digest, model.dtype, record.data.token_digest)
-                groups.setdefault((*said, *same), []).append((record, dense))
+                groups.setdefault((*said, *same), []).append((record, run))
         for members in groups.values():
             names = frozenset(record.fingerprint for record, _ in members)
-            sweep = _sweep(title, members) if names not in seen else None
-            if sweep is not None:
+            if names not in seen and (sweep := _sweep(title, members)) is not None:
                 seen.add(names)
                 found.append(sweep)
     return sorted(found, key=_interest)
@@ -280,16 +278,13 @@ def _interest(sweep: Mapping[str, Any]) -> tuple[bool, float]:
     return not (scale and len(outcomes) >= _SCALE), min(saved) - max(saved)
 
 
-def _sweep(title: str, members: Sequence[tuple[Record, Record]]) -> dict[str, Any] | None:
-    distinct: dict[str, tuple[Record, Record]] = {}
+def _sweep(title: str, members: Sequence[_Compared]) -> dict[str, Any] | None:
+    distinct: dict[str, _Compared] = {}
     # Two records of one setting differ in how much was measured: the timed one says more.
-    for record, dense in sorted(members, key=lambda pair: pair[0].found("latency", LatencyResult) is None):
-        distinct.setdefault(json.dumps(record.config["modules"], sort_keys=True), (record, dense))
-    rows = []
-    for record, dense in sorted(distinct.values(), key=lambda pair: pair[0].fingerprint):
-        with suppress(QuickSilverError):  # too few windows for an interval: its own page says so
-            rows.append((record, against_dense(record, dense)))
-    if len({(row.get("executed_flops_saved_pct"), row.get("delta_ppl_pct")) for _, row in rows}) < _MIN_RECORDS:
+    for record, run in sorted(members, key=lambda one: "speedup_pct" not in one[1].row):
+        distinct.setdefault(json.dumps(record.config["modules"], sort_keys=True), (record, run))
+    rows = sorted(distinct.values(), key=lambda one: one[0].fingerprint)
+    if len({(run.row.get("executed_flops_saved_pct"), run.row["delta_ppl_pct"]) for _, run in rows}) < _MIN_RECORDS:
         return None  # one outcome, whatever is set: there is nothing to move through
     options = _options([settings(record) for record, _ in rows])
     first = rows[0][0]
@@ -298,10 +293,10 @@ def _sweep(title: str, members: Sequence[tuple[Record, Record]]) -> dict[str, An
         "where": ", ".join((" + ".join(first.modules), first.model.name, first.data.name, first.protocol.name, first.execution)),
         "options": [{key: value for key, value in option.items() if key != "places"} for option in options],
         "records": [
-            {"fingerprint": record.fingerprint, "at": [option["places"][place] for option in options]}
-            | {name: rounded(number(row, name), 5) for name in _NUMBERS}
-            | {name: [rounded(value, 5) for value in numbers(row, name)] for name in _INTERVALS}
-            for place, (record, row) in enumerate(rows)
+            {"fingerprint": run.fingerprint, "trace": run.trace, "at": [option["places"][place] for option in options]}
+            | {name: rounded(number(run.row, name), 5) for name in _NUMBERS}
+            | {name: [rounded(value, 5) for value in numbers(run.row, name)] for name in _INTERVALS}
+            for place, (_, run) in enumerate(rows)
         ],
     }
 
@@ -443,13 +438,14 @@ def boards(runs: Iterable[NamedRecord]) -> list[Board]:
             method: sorted(varied(mine["options"]), key=lambda key: -len({one.get(key) for one in mine["options"]}))
             for method, mine in frame.groupby("method")
         }
-        for one in frame.to_dict("records"):
-            own_modules = one["run"].record.config["modules"].values()
-            if not keys[one["method"]] and not all(str(of.get("_target_", "")).startswith("quicksilver.") for of in own_modules):
-                keys[one["method"]] = [*one["options"]]  # nobody knows another's defaults: all options are said
         entries = []
         for one in frame.to_dict("records"):
-            own_options = ((key.rpartition(".")[2], one["options"].get(key)) for key in keys[one["method"]])
+            classes = (str(module.get("_target_", "")) for module in one["run"].record.config["modules"].values())
+            ours = all(
+                path.startswith("quicksilver.") for path in classes
+            )  # nobody knows another's defaults: all options are said
+            said_of = keys[one["method"]] or ([] if ours else one["options"])
+            own_options = ((key.rpartition(".")[2], one["options"].get(key)) for key in said_of)
             said = ", ".join(f"{key}={value}" for key, value in own_options if value is not None)
             said = str(without_folders(textwrap.shorten(said, _MOST_CHARACTERS, placeholder=" …")))
             entries.append(Entry(one["run"], one["method"], said, one["place"], far.get(one["setting"])))

@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
@@ -29,6 +29,7 @@ from quicksilver.records.store import Store
 from quicksilver.records.window_tokens import window_tokens
 from quicksilver.report import comparison
 from quicksilver.report.artefacts import Outcome, Row
+from quicksilver.report.claims.ledger import COLUMNS
 from quicksilver.report.figure import Figure, panels, style
 from quicksilver.report.reproduction import DEFAULT, VARIANTS
 from quicksilver.report.site import views
@@ -74,12 +75,19 @@ def made(tmp_path_factory) -> Path:
     shown = frame[["key", "record"]]
     caption = ("Model: tiny & small.", *notes, "Text: digest 7c304b8e77c0.")
     Figure("figure99", "Figure 99: shown nowhere", shown, drawing, caption).write(results / "figures")
-    words = (
-        "panel=Table 11|section=|kind=claim|claim=table11.halting.delta_ppl|place=Appendix P|quote=a <b> c|reported=0.12|unit=%"
+    claim: dict[str, Any] = dict.fromkeys(COLUMNS, "") | dict(
+        panel="Table 11", kind="claim", place="Appendix P", quote="a <b> c", why="because"
     )
-    words += "|measured=0.34|measured_low=0.1|measured_high=0.5|protocol=all|versus_null=|verdict=partly|why=because"
-    claim = dict(word.split("=") for word in words.split("|")) | {"record": outcomes[1].record.fingerprint}
-    other = claim | {"claim": "p4.joint.flops", "measured": "", "measured_low": "", "verdict": "not measured", "record": ""}
+    claim |= dict.fromkeys(("claim", "counted_as"), "table11.halting.delta_ppl") | dict(reported="0.12", unit="%", protocol="all")
+    claim |= dict(
+        measured="0.34", measured_low="0.1", measured_high="0.5", verdict="partly", record=outcomes[1].record.fingerprint
+    )
+    other = (
+        claim
+        | dict.fromkeys(("claim", "counted_as"), "p4.joint.flops")
+        | dict.fromkeys(("measured", "measured_low", "record"), "")
+    )
+    other["verdict"] = "not measured"
     conflict = claim | {"kind": "conflict", "claim": "conflict.bits", "verdict": "contradiction", "record": ""}
     write_claims(results, pd.DataFrame([claim, other, conflict]))
     return results
@@ -400,7 +408,10 @@ def test_a_damaged_file_of_a_record_costs_its_pages_and_no_other(copy, records):
     traced = {path.stem for path in (copy / "report" / "tokens").iterdir()}
     assert traced >= {records["all"].fingerprint, records["signal.random"].fingerprint}
     assert records["signal.drift"].fingerprint not in traced
-    assert page_of(copy, "explorer")
+    (sweep,) = json.loads(re.search(r'id="sweeps">(.*?)</script>', page_of(copy, "explorer"))[1])
+    leads = {one["fingerprint"]: one["trace"] for one in sweep["records"]}
+    drift, random = (records[f"signal.{name}"].fingerprint for name in ("drift", "random"))
+    assert leads == {drift: None, random: f"tokens/{random}.html"}  # no link where there is no page
 
 
 def test_a_failed_row_and_an_artefact_that_was_not_made_are_named(copy, prints):
@@ -566,8 +577,10 @@ def test_the_harmed_window_comes_first(records):
 
 
 # --- thresholds -------------------------------------------------------------------------------------------------------------------
-def sweep_of(records: dict[str, Record], *keys: str) -> list[dict]:
-    return views.sweeps([("a table", [(records[key], records["dense"]) for key in keys])])
+def sweep_of(records: dict[str, Record], *keys: str, titles: Sequence[str] = ("a table",)) -> list[dict]:
+    rows = {key: comparison.against_dense(records[key], records["dense"]) for key in keys}
+    runs = [NamedRecord(records[key].fingerprint, records[key], [], row=row) for key, row in rows.items()]
+    return views.sweeps((title, runs) for title in titles)
 
 
 def test_every_position_is_a_record_with_its_own_options_and_a_set_is_shown_once(records):
@@ -579,11 +592,10 @@ def test_every_position_is_a_record_with_its_own_options_and_a_set_is_shown_once
         known = views.settings(record)
         for option, place in zip(sweep["options"], row["at"], strict=True):
             assert option["values"][place] == known[option["name"]]
-        assert row["ppl"] == pytest.approx(record.quality.ppl, rel=1e-4)
+        assert row["executed_flops_saved_pct"] == pytest.approx(record.flops_saved_pct("executed"), rel=1e-4)
         assert row["delta_ppl_pct"][1] <= row["delta_ppl_pct"][0] <= row["delta_ppl_pct"][2]
     assert sweep_of(records, "signal.drift", "all") == []  # other modules are another sweep, and one record is none
-    pairs = [(records[key], records["dense"]) for key in ("signal.drift", "share")]
-    assert [one["title"] for one in views.sweeps([("a table", pairs), ("a figure of it", pairs)])] == ["a table"]
+    assert [one["title"] for one in sweep_of(records, "signal.drift", "share", titles=("a table", "its figure"))] == ["a table"]
 
 
 # --- in a browser -----------------------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ function select(i, moved = -1) {
     ...(record.prompt_speedup_pct == null ? [] : [["time saved, of the prompt", time(record.prompt_speedup_pct, record.prompt_noise_floor_pct)]]),
   ];
   result.innerHTML = html`<table><tbody>${rows.map(([name, value]) => html`<tr><th scope="row">${name}</th><td>${value}</td></tr>`)}</tbody></table>
-    <p><a href="runs/${record.fingerprint}.html">Record <code>${record.fingerprint.slice(0, 12)}</code></a> · <a href="tokens/${record.fingerprint}.html">tokens</a></p>
+    <p><a href="runs/${record.fingerprint}.html">Record <code>${record.fingerprint.slice(0, 12)}</code></a>${record.trace ? html` · <a href="${record.trace}">tokens</a>` : ""}</p>
     <p class="changed">${changed.length ? `Also changed, because no record has this value with the rest as it was: ${changed.map((option) => option.name).join(", ")}.` : ""}</p>`;
   for (const row of table.tBodies[0].rows) row.setAttribute("aria-selected", Number(row.dataset.record) === i);
   mark();

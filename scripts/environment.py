@@ -100,7 +100,6 @@ def of_another_clone(venv: Path) -> Path | None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code."""
     venv = Path(arguments[0] if arguments else ".venv")
     python = venv / "bin" / "python"
     began = time.monotonic()

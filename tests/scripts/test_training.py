@@ -21,6 +21,7 @@ import tiny
 import torch
 import train_reference as training
 import training_loop
+from repository import below
 from saying import unsaid
 from thinning import first
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -220,7 +221,7 @@ def test_a_save_killed_at_any_moment_keeps_the_last_good_checkpoint(tmp_path, mo
 ])  # fmt: skip
 def test_a_checkpoint_of_another_configuration_names_what_differs_and_is_left_alone(tmp_path, step, change):
     save(tmp_path / "tiny", step)
-    before = snapshot(tmp_path)
+    before = below(tmp_path)
     other = dataclasses.replace(RECIPE, **change)
     model = training.build_model(other)
     fresh = {name: p.clone() for name, p in model.named_parameters()}
@@ -232,7 +233,7 @@ def test_a_checkpoint_of_another_configuration_names_what_differs_and_is_left_al
     # --work is where checkpoints are; --out is where the finished model goes.
     assert unsaid(message, *differ, "another configuration", "--work", "Nothing was changed") == []
     assert message.count("checkpoint ") == len(change)  # and nothing that is equal
-    assert snapshot(tmp_path) == before
+    assert below(tmp_path) == before
     assert_equal_weights(dict(model.named_parameters()), fresh)
 
 
@@ -245,17 +246,13 @@ def test_a_checkpoint_of_another_version_is_refused_by_name(tmp_path):
             training_loop.check_recipe(RECIPE, {"recipe": other, "step": 50}, tmp_path)
 
 
-def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
-    return {str(p.relative_to(folder)): (p.stat().st_mtime_ns, p.read_bytes()) for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
 def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_checkpoint(tmp_path, data, monkeypatch):
     save(tmp_path / "tiny")
-    before = snapshot(tmp_path / "tiny")
+    before = below(tmp_path / "tiny")
     monkeypatch.setattr(training, "step_loss", lambda model, *rest: next(model.parameters()).sum() * torch.nan)
     with pytest.raises(SystemExit, match=r"step 50: the gradient is not finite \(loss nan\).*state is kept in .*tiny"):
         train(tmp_path, data)
-    assert snapshot(tmp_path / "tiny") == before
+    assert below(tmp_path / "tiny") == before
 
 
 # -- the schedule ------------------------------------------------------------------------------------------------------------------

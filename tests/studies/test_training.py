@@ -1,12 +1,11 @@
 """Trainings of the study, what is measured and what is timed: they learn, go on after a kill as if nothing had been, and wait for what they start from."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count, islice
 from threading import Lock
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ import torch
 from quicksilver.fitting.gates import HaltingGates
 from quicksilver.fitting.training import read_training
 from quicksilver.modules import StaticDepth
-from quicksilver.runtime import ConfigError, QuickSilverError
+from quicksilver.runtime import ConfigError
 from quicksilver.runtime.run import apply
 from quicksilver.studies.token_halting import frames, runs
 from quicksilver.studies.token_halting.frames import accuracy, effects
@@ -35,26 +34,17 @@ fresh = partial(detector, SHAPE, 0)
 gates = partial(HaltingGates, SHAPE.width, [0, 1])
 
 
-def until(step: int, happens: Callable[[], None]) -> Callable[[range], Iterator[int]]:
-    """A progress in whose step something happens."""
-
-    def progress(steps: range) -> Iterator[int]:
-        for one in steps:
-            if one == step:
-                happens()
-            yield one
-
-    return progress
-
-
 @pytest.fixture(scope="module")
 def whole():
     return train(fresh(), DATA, RECIPE, gates=gates())
 
 
 def test_a_killed_training_goes_on_as_if_nothing_had_been(whole, tmp_path):
+    def killed(steps: range) -> Iterator[int]:
+        yield from steps[:5]
+        raise KeyboardInterrupt
+
     path = tmp_path / "one.safetensors"
-    killed = until(5, Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         train(fresh(), DATA, RECIPE, gates=gates(), checkpoint=path, every=2, progress=killed)
     assert read_training(path)["step"] == 4
@@ -82,17 +72,6 @@ def test_a_training_learns_and_its_detector_can_teach():
     taught = train(fresh(), DATA, Recipe(10, imitates=5.0, **shared), gates=gates(), teacher=teacher)
     assert distance(teacher) == pytest.approx(0, abs=1e-5)
     assert distance(taught.model) < 0.8 * distance(alone.model)
-
-
-def test_a_loss_that_is_no_number_stops_and_the_last_good_state_stays(tmp_path):
-    path, model = tmp_path / "one.safetensors", fresh()
-    poisoned = until(5, lambda: model.head.bias.data.fill_(float("nan")))
-    said = r"loss of step 5 is not finite: give a smaller learning rate.*last good state is .*one"
-    with pytest.raises(QuickSilverError, match=said):
-        train(model, DATA, Recipe(8, batch_size=4), checkpoint=path, every=2, progress=poisoned)
-    found = read_training(path)
-    assert found["step"] == 4
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in found["parts"][0].values())
 
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path):

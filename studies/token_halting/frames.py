@@ -200,13 +200,13 @@ def accuracy(true: np.ndarray, estimated: np.ndarray) -> dict[str, float]:
 
 
 def gradients(seed: SeedRuns) -> pd.DataFrame:
-    """How near each estimate is to what turning a decision round does to the detection loss, by the layer it is taken after: of three scenes, 12
-    tokens in boxes and 12 of all."""
+    """How near each estimate is to what turning a decision round does to the detection loss, by the layer it is taken after: of three scenes at
+    most, 12 tokens in boxes and 12 of all."""
     model, data = seed.train("control").model, seed.plan.validation_data
     rng, n, rows = np.random.default_rng(0), data.features.shape[1], []
     for layer in range(model.config.num_hidden_layers - 1):
         parts = []
-        for number in range(3):
+        for number in range(min(3, len(data))):
             batch = data.take(slice(number, number + 1))
             decisions = torch.from_numpy((rng.random((1, n)) > 0.3).astype(np.float32))
             inside = np.flatnonzero(batch.in_box[0].numpy())

@@ -203,7 +203,6 @@ def rows_of(o: Options) -> Iterator[Row]:
 
 @torch.inference_mode()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
     dry = DRY if "--dry-run" in words else {}
     o = shared.parsed("gpu", __doc__, OPTIONS, words, None if dry else shared.RESULTS / "benchmark_gpu.json", **dry)

@@ -99,11 +99,11 @@ def main() -> None:
         tokenizer = load_tokenizer(args.folder)
     else:
         raise SystemExit(f"{args.folder} has no training state and no config.json: give a run's folder, or an exported model.")
-    found = context_use(model.eval(), tokenizer, args.data_root, args.windows)
+    found: dict[str, Any] = {**context_use(model.eval(), tokenizer, args.data_root, args.windows)}
     length = min(512, model.config.max_position_embeddings)  # as the cards have it
     wikitext = (args.data_root / "wikitext-103/wiki.valid.tokens").read_text()
     for name, text in {"python_docs": python_docs("test"), "wikitext_valid": wikitext}.items():
-        found[f"{name}_bits_per_byte"] = bits_per_byte(model, tokenizer, text, length, 24, "cpu")
+        found[f"{name}_bits_per_byte"] = bits_per_byte(model, tokenizer, text, length, 24)
     print(json.dumps(found, indent=1))
 
 

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements.lock"
@@ -93,14 +93,13 @@ def installed(install: Sequence[str | Path], env: Mapping[str, str] | None = Non
 def of_another_clone(venv: Path) -> Path | None:
     """The other clone, still there, whose code this environment has."""
     for path in venv.glob("lib/python*/site-packages/quicksilver_lm-*.dist-info/direct_url.json"):
-        other = Path(urlsplit(json.loads(path.read_text(encoding="utf-8"))["url"]).path)
+        other = Path(unquote(urlsplit(json.loads(path.read_text(encoding="utf-8"))["url"]).path))
         if other.is_dir() and other.resolve() != ROOT:
             return other
     return None
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code."""
     venv = Path(arguments[0] if arguments else ".venv")
     python = venv / "bin" / "python"
     began = time.monotonic()

@@ -18,6 +18,7 @@ import training_loop
 from train_reference import DATA, SHIPPED, Recipe, bits_per_byte, load_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from quicksilver.data.windows import encode
 from quicksilver.models.loading import LEFT_OUT
 from quicksilver.runtime import architecture_of
 
@@ -71,8 +72,7 @@ def card(name: str, folder: Path, data_root: Path) -> str:
     training = json.loads((folder / "training.json").read_text())
     recipe = Recipe.from_saved(training["recipe"])
     context = min(CONTEXT_TOKENS, recipe.context_tokens)
-    ids = torch.tensor(tokenizer(text["python-docs"], add_special_tokens=False)["input_ids"])
-    lens_nats, agreement, nats_by_position = depth_profile(model, ids[: len(ids) // context * context].view(-1, context)[::20])
+    lens_nats, agreement, nats_by_position = depth_profile(model, encode(text["python-docs"], tokenizer, context).ids[::20])
     prompt = tokenizer(PROMPT, return_tensors="pt", truncation=True, max_length=context - SAMPLED_TOKENS)["input_ids"]
     generated = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=SAMPLED_TOKENS, do_sample=False)
     sample = tokenizer.batch_decode(generated[:, prompt.shape[1] :])[0].strip()
@@ -82,7 +82,7 @@ def card(name: str, folder: Path, data_root: Path) -> str:
         "model_card.md.jinja", name=name, recipe=recipe, training=training, corpus=training["corpus"], context=context, licences=LICENCES,
         parameters=sum(p.numel() for p in model.parameters()), weights_left_out=(folder / LEFT_OUT).is_file(),
         size_mb=sum(p.stat().st_size for p in folder.iterdir() if p.name != "README.md") / 1e6,
-        scores=[(label, bits_per_byte(model, tokenizer, text[key], context, windows, "cpu")) for label, key, windows in EVALUATIONS],
+        scores=[(label, bits_per_byte(model, tokenizer, text[key], context, windows)) for label, key, windows in EVALUATIONS],
         by_layer=zip(lens_nats, agreement, strict=True),
         by_position=[(lo, hi - 1, nats_by_position[lo - 1 : hi - 1].mean().item()) for lo, hi in pairwise(ends)],
         sample=f"`{PROMPT}` → `{sample!r}`" if "`" not in sample else f"{PROMPT!r} → {sample!r}",

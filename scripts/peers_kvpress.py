@@ -168,7 +168,6 @@ def _summary(name: str, found: dict[str, list[float]], dense: dict[str, list[flo
 
 
 def main(words: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="reference-llama")
     parser.add_argument("--dataset", default="python-docs")

@@ -38,7 +38,6 @@ def write(name: str, folder: Path, tokenizer: Path, *, dtype: str = "float32") -
 
 
 def main(words: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help="gpt2-large or llama2-7b")
     parser.add_argument("folder", type=Path)

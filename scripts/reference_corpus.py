@@ -19,10 +19,9 @@ import sysconfig
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tqdm import tqdm
@@ -168,40 +167,33 @@ def training_documents(data_root: Path, sources: tuple[str, ...] = SOURCES) -> d
     return found
 
 
-@dataclass
-class Overlap:
-    """13-word overlap of the training text with what is held out, before and after the removal."""
+def remove_overlap(
+    documents: dict[str, list[str]], held_out: dict[str, str]
+) -> tuple[dict[str, list[str]], dict[str, dict[str, Any]]]:
+    """Drop every document that shares a 13-gram with held-out text.
 
-    documents: int = 0
-    removed: int = 0
-    ngrams: int = 0
-    shared_before: int = 0
-    shared_after: int = 0
-    by_held_out: dict[str, int] = field(default_factory=dict)
-
-
-def remove_overlap(documents: dict[str, list[str]], held_out: dict[str, str]) -> tuple[dict[str, list[str]], dict[str, Overlap]]:
-    """Drop every document that shares a 13-gram with held-out text, and count again what is left rather than assume it."""
+    Returns:
+        By source the documents that are left, and how many documents and 13-grams there were, were removed and are shared: before, and counted
+        again in what is left rather than assumed.
+    """
     grams = {name: set(ngrams(text)) for name, text in held_out.items()}
     union = set().union(*grams.values())
     kept: dict[str, list[str]] = {}
-    report: dict[str, Overlap] = {}
+    report: dict[str, dict[str, Any]] = {}
     for source, texts in documents.items():
-        found = Overlap(by_held_out=dict.fromkeys(grams, 0))
-        kept[source] = []
+        kept[source], n_grams, shared = [], 0, list[int]()
         for text in tqdm(texts, desc=f"overlap {source}", unit="doc", mininterval=2, file=sys.stderr):
             own = list(ngrams(text))
-            shared = [g for g in own if g in union]
-            found.documents += 1
-            found.ngrams += len(own)
-            found.shared_before += len(shared)
-            for name, held in grams.items():
-                found.by_held_out[name] += sum(g in held for g in shared)
-            found.removed += bool(shared)
-            if not shared:
+            n_grams += len(own)
+            there = [g for g in own if g in union]
+            shared += there
+            if not there:
                 kept[source].append(text)
-        found.shared_after = sum(g in union for text in kept[source] for g in ngrams(text))
-        report[source] = found
+        report[source] = {
+            "documents": len(texts), "removed": len(texts) - len(kept[source]), "ngrams": n_grams, "shared_before": len(shared),
+            "shared_after": sum(g in union for text in kept[source] for g in ngrams(text)),
+            "by_held_out": {name: sum(g in held for g in shared) for name, held in grams.items()},
+        }  # fmt: skip
     return kept, report
 
 
@@ -260,7 +252,7 @@ def prepare(data_root: Path, out: Path, vocab_size: int, sources: tuple[str, ...
         np.save(out / f"{source}.starts.npy", np.cumsum([0, *(len(document) for document in ids[:-1])]))
         manifest["sources"][source] = {
             "documents": len(texts), "bytes": sum(len(t.encode()) for t in texts), "tokens": len(stream), "sha256": digest.hexdigest(),
-            "overlap": vars(overlap[source]),
+            "overlap": overlap[source],
         }  # fmt: skip
     manifest_path.write_text(json.dumps(manifest, indent=2))
     return manifest

@@ -20,7 +20,6 @@ from quicksilver.runs.context import RunContext
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code."""
     for name in arguments or sorted(folder.name for folder in EMBEDDED.glob("*/")):
         config, place = compose([f"model={name}", "dataset=python-docs"]), RunContext()
         text, windows = place.text(config, "calibration"), place.windows(config, "calibration").ids

@@ -34,7 +34,6 @@ def measure(root: Path = ROOT) -> tuple[Counter[str], Counter[str]]:
 
 
 def main() -> int:
-    """Returns the exit code."""
     lines, files = measure()
     for room in sorted(lines, key=lambda room: -lines[room]):
         print(f"{room:<26}{lines[room]:>8,} lines{files[room]:>6} files")

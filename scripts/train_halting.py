@@ -25,8 +25,8 @@ from training_loop import add_options
 
 from quicksilver.fitting.gates import GateRecipe
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
-from quicksilver.studies.token_halting import frames
-from quicksilver.studies.token_halting.runs import MORE, PARTS, Plan, SeedRuns, Workers, measured, tasks
+from quicksilver.studies.token_halting import frames, runs
+from quicksilver.studies.token_halting.runs import MORE, PARTS, Plan, SeedRuns
 
 ROOT = Path(__file__).resolve().parent.parent
 HELD_WINDOWS = 32
@@ -75,28 +75,28 @@ def progress(name: str, steps: range) -> Iterable[int]:
 
 
 def detection(options: argparse.Namespace) -> None:
-    plan = Plan(**{name: getattr(options, name) for name in PLANNED}, seeds=tuple(options.seeds), folder=options.folder)
+    plan = Plan(**{name: getattr(options, name) for name in PLANNED}, folder=options.folder)
     if options.processes < 1:
         raise ConfigError(f"processes={options.processes}: give at least 1.")
     finished = options.timing_only or options.cost_only
     seeds = [SeedRuns(plan, seed, options.checkpoints, progress, may_train=not finished) for seed in options.seeds]
     more, parts = options.more, options.only or [*PARTS, *(part for name in options.more for part in MORE[name])]
     found = {}
-    with Workers(plan, options.checkpoints, options.processes, options.threads) as workers:
+    with runs.workers(plan, options.checkpoints, options.processes, options.threads) as pool:
         if options.sizes_only:
             found["sizes"] = frames.sizes()
         elif options.cost_only:
-            found["cost"] = pd.concat(workers.map(frames.cost, options.seeds), ignore_index=True)
+            found["cost"] = pd.concat(runs.of_each_seed(pool, frames.cost, options.seeds), ignore_index=True)
         elif not options.timing_only:
             if alone := options.processes == 1:
-                for number, part in tasks(options.seeds, parts):
+                for number, part in runs.tasks(options.seeds, parts):
                     seeds[options.seeds.index(number)].train(part)
             else:
-                workers.train(options.seeds, parts, print)
+                runs.train_side_by_side(pool, options.seeds, parts, print)
             if options.only:
                 return
-            each = (measured(seed, more) for seed in seeds) if alone else workers.map(measured, options.seeds, more)
-            found = frames.study(seeds, each)
+            of_all = (runs.measured(seed, more) for seed in seeds)
+            found = frames.study(seeds, of_all if alone else runs.of_each_seed(pool, runs.measured, options.seeds, more))
     if not (options.no_timing or options.sizes_only or options.cost_only):
         found |= {"timing": frames.timing(seeds[0], more), "parts": frames.parts(seeds[0])}
     print("Written: " + ", ".join(map(str, frames.write(found, options.output))))

@@ -32,6 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from quicksilver.data.windows import encode
 from quicksilver.fitting.training import matrices_and_rest
+from quicksilver.measure.perplexity import Protocol, score
 from quicksilver.runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -235,20 +236,14 @@ def step_loss(model: PreTrainedModel, input_ids: torch.Tensor, position_ids: tor
     return F.cross_entropy(logits.flatten(0, 1).float(), input_ids[:, 1:].flatten())
 
 
-@torch.no_grad()
 def bits_per_byte(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, text: str, context: int, max_windows: int | None, device: str
-) -> float:
-    """Bits per byte of `text` in disjoint windows of `context` tokens (float32, every position but the first of a window scored)."""
-    windows = encode(text, tokenizer, context, max_windows).ids
-    nats, n_bytes = 0.0, 0
-    model.eval()
-    for rows in windows.split(8):
-        logits = model(rows.to(device), use_cache=False).logits[:, :-1]
-        nats += F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten().to(device), reduction="sum").item()
-        n_bytes += sum(len(text.encode()) for text in tokenizer.batch_decode(rows[:, 1:].tolist()))
-    model.train()
-    return nats / math.log(2) / n_bytes
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, text: str, context: int, max_windows: int | None
+) -> float | None:
+    """Bits per byte of `text` in disjoint windows of `context` tokens; the model comes back in the mode it was in."""
+    windows, training = encode(text, tokenizer, context, max_windows), model.training
+    found = score(model.eval(), windows.ids, Protocol("all", context), windows.token_bytes)
+    model.train(training)
+    return found.bits_per_byte
 
 
 def load_tokenizer(folder: Path, context_tokens: int = 512) -> PreTrainedTokenizerFast:
@@ -296,7 +291,7 @@ def train(name: str, recipe: Recipe, data_root: Path, work: Path, out: Path, dev
         history.append({"tokens": tokens, "loss_nats": loss_nats})
         if step == recipe.steps or (step % 100 == 0 and time.monotonic() - evaluated > EVALUATED_SECONDS):
             evaluated = time.monotonic()
-            scores = {k: bits_per_byte(model, tokenizer, v, recipe.context_tokens, 24, device) for k, v in held_out.items()}
+            scores = {k: bits_per_byte(model, tokenizer, v, recipe.context_tokens, 24) for k, v in held_out.items()}
             history.append({"tokens": tokens, "held_out_bits_per_byte": scores})
             if far:
                 used = context_use(model, tokenizer, data_root, 8, "calibration")

@@ -124,13 +124,9 @@ def filled(template: str, **facts: Any) -> str:
     """The text of a template of this folder. Raises UndefinedError: a fact that it names is missing."""
     import jinja2
 
-    how: dict[str, Any] = {
-        "trim_blocks": True,
-        "lstrip_blocks": True,
-        "keep_trailing_newline": True,
-        "undefined": jinja2.StrictUndefined,
-    }
-    return jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), **how).get_template(template).render(facts)
+    how: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    folder = jinja2.FileSystemLoader(Path(__file__).parent)
+    return jinja2.Environment(loader=folder, undefined=jinja2.StrictUndefined, **how).get_template(template).render(facts)
 
 
 def draw_curves(path: Path, title: str, plots: Sequence[tuple[str, str, dict[str, tuple[list[float], list[float]]]]]) -> None:

@@ -367,7 +367,6 @@ def speed(folder: Path, runs: int, windows: int | None = None) -> Numbers:
 
 
 def main() -> int:
-    """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=12, help="of the sweep (default: 12)")
     parser.add_argument("--windows", type=int, help="of one run that the workers share, instead of a sweep")

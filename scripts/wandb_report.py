@@ -122,7 +122,6 @@ def missing() -> list[str]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
     try:
         asked = Keys.parsed(sys.argv[1:] if words is None else words, "scripts/wandb_report.py")
         site = Collection(Path(asked.results_dir))

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.colors import BoundaryNorm
 
-from quicksilver.experiments.drawing import horizontal, line, look
+from quicksilver.experiments.drawing import horizontal, intervals, line, look
 from quicksilver.report.artefacts import Outcome, artefact
 from quicksilver.report.figure import GREY, PALETTE, SEQUENTIAL, Figure, legend_below, panels, style, whiskers
 
@@ -21,9 +21,9 @@ CURVES = (
     ("box", "learned"), ("uniform", "learned"), ("random", "random"), ("norm", "norm"), ("static", "static"), ("gentle", "learned"),
     ("wide_gentle", "learned"),
 )  # fmt: skip
-ACROSS = {  # by column: in short, and in full
-    "tokens": ("tokens", "token-layers computed, %"), "executed_flops_saved_pct": ("FLOPs", "executed FLOPs saved, %"),
-    "encoder_latency_ratio": ("time", "encoder's time, % of the dense one's"),
+ACROSS = {  # by column: in short, in full, and how many times the column
+    "tokens": ("tokens", "token-layers computed, %", 100), "executed_flops_saved_pct": ("FLOPs", "executed FLOPs saved, %", 1),
+    "encoder_latency_ratio": ("time", "encoder's time, % of the dense one's", 100),
 }  # fmt: skip
 KINDS = {"box": "Gates, box weights", "uniform": "Gates, uniform weights"}
 ASKED = 0.9  # of the operations saved
@@ -40,11 +40,11 @@ def figure_detection(outcomes: Sequence[Outcome], name: str) -> Figure:
     with style():
         drawing, plots = panels(2, 2 + timed, size=(10.6 if timed else 7.4, 6.0))
         for row, ap in zip(plots, ("ap", "ap_unrecycled"), strict=True):
-            _curves(row[0], found, "tokens", ap, 100.0)
+            _curves(row[0], found, "tokens", ap)
             row[0].set_ylabel("average precision")
             if timed:
-                _curves(row[2], found, "encoder_latency_ratio", ap, 100.0)
-        _curves(plots[0, 1], found, "executed_flops_saved_pct", "ap", 1.0)
+                _curves(row[2], found, "encoder_latency_ratio", ap)
+        _curves(plots[0, 1], found, "executed_flops_saved_pct", "ap")
         _training(plots[1, 1], results.frame("curves"))
         legend_below(drawing, plots[0, 0].get_legend_handles_labels()[0], ncols=3)
     caption = (
@@ -68,9 +68,9 @@ def _finding(found: pd.DataFrame) -> str:
     return f"Wider and halting: AP {best['ap']:.2f} in {100 * best['encoder_latency_ratio']:.0f}% of the encoder's time; the dense detector has {dense:.2f}"
 
 
-def _curves(plot: Any, found: pd.DataFrame, across: str, ap: str, scale: float) -> None:
+def _curves(plot: Any, found: pd.DataFrame, across: str, ap: str) -> None:
     """AP of every policy against a column, with the dense detector's as a line."""
-    short, label = ACROSS[across]
+    short, label, times = ACROSS[across]
     plot.set(title=f"{'Recycled' if ap == 'ap' else 'Not recycled'}: {short}", ylim=(-0.02, 0.7), xlabel=label)
     if found.empty:
         return
@@ -80,10 +80,8 @@ def _curves(plot: Any, found: pd.DataFrame, across: str, ap: str, scale: float) 
         points = found[(found["detector"] == key[0]) & (found["policy"] == key[1])].dropna(subset=[across]).sort_values(across)
         if points.empty:
             continue
-        ends = [points.get(f"{ap}_{end}") for end in ("low", "high")]
-        spread = None if ends[0] is None else whiskers(points[ap], *ends)
         bars = look(place, label=results.LABELS[key], elinewidth=0.7, capsize=1.5)
-        plot.errorbar(scale * points[across], points[ap], yerr=spread, **bars)
+        intervals(plot, times * points[across], points, ap, **bars)
 
 
 def _training(plot: Any, trained: pd.DataFrame) -> None:

@@ -19,9 +19,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -45,6 +44,7 @@ from .training import Policy, Trained, detection_loss
 
 DRAWS = 200  # of each interval
 TIMED = (0.3, 0.5)  # thresholds
+STEP = 1e-3  # of the finite difference of a decision
 LEFT = (0.35, 0.2, 0.15)  # of the tokens after each layer, near what gates that were trained for 45% of token-layers leave
 SIZES = (*((width, side, 1) for side in (24, 48) for width in (48, 96, 192, 384)), (48, 24, 8), (192, 24, 8))
 
@@ -78,11 +78,11 @@ def evaluations(seeds: Sequence[int], measured: Iterable[Sequence[Measured]]) ->
     return pd.DataFrame(rows), found
 
 
-def differences(found: dict[Key, list[Evaluation]], draws: int = DRAWS) -> pd.DataFrame:
+def differences(found: dict[Key, list[Evaluation]]) -> pd.DataFrame:
     """AP against the detectors of `compared`, mean over seeds; what has fewer of them than the rest is compared on these, the first."""
     rows = []
     for key, against, recycled, other in compared(found):
-        gap = ap_difference(found[key], found[other][: len(found[key])], recycled=recycled, draws=draws)
+        gap = ap_difference(found[key], found[other][: len(found[key])], recycled=recycled, draws=DRAWS)
         rows.append((*key, against, recycled, gap.value, gap.low, gap.high))
     return pd.DataFrame(rows, columns=["detector", "policy", "dial", "against", "recycled", "difference", "low", "high"])
 
@@ -145,29 +145,18 @@ def write(frames: dict[str, pd.DataFrame], folder: Path) -> list[Path]:
 
 
 # -- how right is the pseudo-gradient? (docs/learned-halting.md) -------------------------------------------------------------------
-class Effects(NamedTuple):
-    """What decisions g ∈ {0, 1} of one forward do to the loss, all other decisions as they are.
-
-    Attributes:
-        kept: (K,) bool, the decision that was taken.
-        true: (K,) L(g = 1) − L(g = 0), two forward passes.
-        estimated: (K,) by name: dL/dg of the equivalent forward, which training uses, by what it flows through; `finite difference`, one-sided, of
-            the soft mask at the decision.
-    """
-
-    kept: np.ndarray
-    true: np.ndarray
-    estimated: dict[str, np.ndarray]
-
-
 def effects(
-    model: PreTrainedModel, loss: Callable[[], torch.Tensor], layer: int, decisions: torch.Tensor, tokens: Sequence[int],
-    step: float = 1e-3,
-) -> Effects:  # fmt: skip
-    """The effects of the decisions about `tokens` of the first row, taken after `layer`.
+    model: PreTrainedModel, loss: Callable[[], torch.Tensor], layer: int, decisions: torch.Tensor, tokens: Sequence[int]
+) -> pd.DataFrame:
+    """What the decisions g ∈ {0, 1} about `tokens` of the first row, taken after `layer`, do to the loss, all others as they are.
 
     Args:
-        loss: runs the model and gives a scalar. decisions: (B, N) of 1 and 0. step: of the finite difference.
+        loss: runs the model and gives a scalar. decisions: (B, N) of 1 and 0.
+
+    Returns:
+        A row a decision. `kept`: what was decided; `true`: L(g = 1) − L(g = 0), two forward passes. The other columns estimate it: `both`, `states`
+        and `attention` are dL/dg of the equivalent forward, which training uses, by what it flows through; `finite difference` is one-sided, of
+        the soft mask at the decision.
     """
     if not tokens:
         raise ConfigError("There is no token whose decision could be turned round: give at least one.")
@@ -182,19 +171,18 @@ def effects(
         return float(run(g))
 
     names: tuple[Derivative, ...] = ("both", "states", "attention")
-    estimated: dict[str, np.ndarray] = {}
+    kept = decisions[0, list(tokens)].numpy() > 0.5
+    with torch.no_grad():
+        off, on = (np.array([with_decision(token, value) for token in tokens]) for value in (0.0, 1.0))
+        inward = np.where(kept, -STEP, STEP)  # a mask beyond 0 or 1 would be a negative weight
+        moved = np.array([with_decision(token, here + by) for token, here, by in zip(tokens, kept, inward, strict=True)])
+    found: dict[str, np.ndarray] = {"kept": kept, "true": on - off}
     with torch.enable_grad():
         for name in names:
             g = decisions.clone().requires_grad_()
             (slope,) = torch.autograd.grad(run(g, name), g)
-            estimated[name] = slope[0, list(tokens)].numpy()
-    kept = decisions[0, list(tokens)].numpy() > 0.5
-    with torch.no_grad():
-        off, on = (np.array([with_decision(token, value) for token in tokens]) for value in (0.0, 1.0))
-        inward = np.where(kept, -step, step)  # a mask beyond 0 or 1 would be a negative weight
-        moved = np.array([with_decision(token, here + by) for token, here, by in zip(tokens, kept, inward, strict=True)])
-        estimated["finite difference"] = (moved - np.where(kept, on, off)) / inward
-    return Effects(kept, on - off, estimated)
+            found[name] = slope[0, list(tokens)].numpy()
+    return pd.DataFrame(found | {"finite difference": (moved - np.where(kept, on, off)) / inward})
 
 
 def accuracy(true: np.ndarray, estimated: np.ndarray) -> dict[str, float]:
@@ -211,26 +199,26 @@ def accuracy(true: np.ndarray, estimated: np.ndarray) -> dict[str, float]:
     return {**{name: float(value) for name, value in found.items()}, "decisions": len(true)}
 
 
-def gradients(seed: SeedRuns, scenes: int = 3, tokens: int = 24) -> pd.DataFrame:
-    """How near each estimate is to what turning a decision round does to the detection loss, by the layer it is taken after."""
+def gradients(seed: SeedRuns) -> pd.DataFrame:
+    """How near each estimate is to what turning a decision round does to the detection loss, by the layer it is taken after: of three scenes at
+    most, 12 tokens in boxes and 12 of all."""
     model, data = seed.train("control").model, seed.plan.validation_data
     rng, n, rows = np.random.default_rng(0), data.features.shape[1], []
     for layer in range(model.config.num_hidden_layers - 1):
         parts = []
-        for number in range(scenes):
+        for number in range(min(3, len(data))):
             batch = data.take(slice(number, number + 1))
             decisions = torch.from_numpy((rng.random((1, n)) > 0.3).astype(np.float32))
             inside = np.flatnonzero(batch.in_box[0].numpy())
-            asked = ((inside, min(tokens // 2, len(inside))), (n, tokens // 2))
+            asked = ((inside, min(12, len(inside))), (n, 12))
             chosen = [int(token) for among, count in asked for token in rng.choice(among, count, replace=False)]
             loss = lambda batch=batch: detection_loss(model(batch.features), batch)
             parts.append(effects(model, loss, layer, decisions, chosen))
-        kept, true = (np.concatenate([getattr(part, name) for part in parts]) for name in ("kept", "true"))
-        for name in parts[0].estimated:
-            estimated = np.concatenate([part.estimated[name] for part in parts])
-            for which, mask in (("kept", kept), ("halted", ~kept)):
-                found = accuracy(true[mask], estimated[mask])
-                rows.append({"after_layer": layer, "taken": which, "estimate": name, **found})
+        found = pd.concat(parts)
+        for name in found.columns.drop(["kept", "true"]):
+            for which, taken in (("kept", found[found["kept"]]), ("halted", found[~found["kept"]])):
+                near = accuracy(taken["true"].to_numpy(), taken[name].to_numpy())
+                rows.append({"after_layer": layer, "taken": which, "estimate": name, **near})
     return pd.DataFrame(rows)
 
 
@@ -324,30 +312,10 @@ def _against(times: Any, name: str, dense: str, flops: float) -> dict[str, float
 
 
 # -- share by share --------------------------------------------------------------------------------------------------------------
-class PartsClock(SectionClock):
-    """Milliseconds by part; an observer of the runtime's phases. The layers are numbered as they come."""
-
-    def __init__(self) -> None:
-        super().__init__("cpu")
-        self._layers = count()
-
-    def enter(self, component: str, layer: int | None = None) -> None:
-        super().enter(f"layer {next(self._layers)}" if component == "layer" else component, layer)
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Charge what is inside and in no other part."""
-        self.enter(name)
-        try:
-            yield
-        finally:
-            self.leave()
-
-
-def parts(seed: SeedRuns, name: str = "gentle", repeats: int = 15, scenes: int = 8) -> pd.DataFrame:
+def parts(seed: SeedRuns, repeats: int = 15, scenes: int = 8) -> pd.DataFrame:
     """Where a scene's time goes, dense and halted at the paper's threshold: milliseconds (of each scene its least of `repeats`, mean over scenes) of
     every part, operations where the ledger has them, tokens where it is a layer."""
-    learned, made = seed.train(name), seed.plan.validation_scenes(scenes)
+    learned, made = seed.train("gentle"), seed.plan.validation_scenes(scenes)
     rows: list[dict[str, object]] = []
     for said, model, policy in (("dense", seed.train("control").model, None), ("halted", learned.model, gated(learned))):
         taken, tokens = defaultdict(list), defaultdict(list)
@@ -367,43 +335,52 @@ def parts(seed: SeedRuns, name: str = "gentle", repeats: int = 15, scenes: int =
 
 
 def _taken(timed: Timed, scene: Scene) -> dict[str, float]:
-    watch, model = PartsClock(), timed.model
+    """Milliseconds of one scene by part."""
+    watch, model = SectionClock("cpu"), timed.model
+
+    @contextmanager
+    def part(name: str) -> Iterator[None]:
+        watch.enter(name)
+        yield
+        watch.leave()
+
     timed.run.reset()
-    with ExitStack() as hooks:
-        if timed.policy is None:  # layers that nobody wraps have no phases
-            for layer in model.encoder.layers:
-                hooks.callback(layer.register_forward_pre_hook(lambda *_: watch.enter("layer")).remove)
-                hooks.callback(layer.register_forward_hook(lambda *_: watch.leave()).remove)
-        with torch.inference_mode(), observed(watch):
-            with watch.part("features of the points"):
-                given = timed.given(scene)
-            with watch.part("embedding"):
-                hidden = model.embedded(given)
-            with watch.part("a pass's begin and end"):
-                hidden = model.encoder(inputs_embeds=hidden).last_hidden_state
-            with watch.part("norm and head"):
-                said = model.head(model.encoder.norm(hidden))
-            with watch.part("boxes and suppression"):
-                decode(said, timed.grid)
-    # A layer that no token is left for is not called.
-    found = {part: ms for (part, _), ms in watch.times_ms().items()}
-    return found | {layer: found.get(layer, 0.0) for layer in (f"layer {i}" for i in range(model.config.num_hidden_layers))}
+    with ExitStack() as stack:
+        for place, layer in enumerate(model.encoder.layers):
+            stack.callback(layer.register_forward_pre_hook(lambda *_, place=place: watch.enter("layer", place)).remove)
+            stack.callback(layer.register_forward_hook(lambda *_: watch.leave()).remove)
+        stack.enter_context(observed(watch))
+        stack.enter_context(torch.inference_mode())
+        with part("features of the points"):
+            given = timed.given(scene)
+        with part("embedding"):
+            hidden = model.embedded(given)
+        with part("a pass's begin and end"):
+            hidden = model.encoder(inputs_embeds=hidden).last_hidden_state
+        with part("norm and head"):
+            said = model.head(model.encoder.norm(hidden))
+        with part("boxes and suppression"):
+            decode(said, timed.grid)
+    found = defaultdict[str, float](float)
+    for (name, number), ms in watch.times_ms().items():
+        found[f"layer {number}" if name == "layer" else name] += ms
+    return found
 
 
 # -- by size ---------------------------------------------------------------------------------------------------------------------
-def sizes(shapes: Sequence[tuple[int, int, int]] = SIZES, layers: int = 4, repeats: int = 7) -> pd.DataFrame:
+def sizes(shapes: Sequence[tuple[int, int, int]] = SIZES, repeats: int = 7) -> pd.DataFrame:
     """How much of the saved operations of the encoder its time saves, by width, pillars and scenes a pass. Weights are drawn, and gates too, whose
     biases leave `LEFT` of each scene's tokens: time does not depend on what was learnt."""
     rows = []
     for width, side, batch in shapes:
         grid = Grid(side=side, size_m=24 / side)
-        model = detector(Shape(width, layers, max(1, width // 16) if width < 96 else width // 32), 0)
+        model = detector(Shape(width, 4, max(1, width // 16) if width < 96 else width // 32), 0)
         scenes = [SceneMaker(grid=grid).scene(number) for number in range(max(batch, 2))]
         with Timed(model, None, scenes, grid, batch) as dense:
             gates = _gates_that_leave(model, torch.cat(dense.embedded))
             with Timed(model, gated(Trained(model, gates, [], 0)), scenes, grid, batch) as halted:
                 flops = halted.flops("encoder") / dense.flops("encoder")
-                shares = [float(p.active(layer).float().mean()) for p in halted.run.trace.passes for layer in range(layers)]
+                shares = [float(p.active(layer).float().mean()) for p in halted.run.trace.passes for layer in range(p.n_layers)]
                 times = alternate({"dense": dense.encoder, "halted": halted.encoder}, 2, repeats)
         rows.append(
             {"width": width, "pillars": grid.n_pillars, "scenes_a_pass": batch, "tokens": float(np.mean(shares)),

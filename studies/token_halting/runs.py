@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from graphlib import TopologicalSorter
@@ -119,7 +120,6 @@ class Plan:
     steps: int = 800
     tuning_steps: int = 140
     tokens: float = 0.45
-    seeds: tuple[int, ...] = (0, 1, 2)
     maker: SceneMaker = field(default_factory=SceneMaker)
     folder: Path | None = None
 
@@ -291,13 +291,13 @@ class Evaluation:
     """One policy on all scenes.
 
     Attributes:
-        matched: by (recycled, strict) and class, each scene's (scores, right, number of boxes).
+        matched: by (recycled, strict) and class, of all scenes together, best first: scores, right, scene (K,), and boxes by scene (S,).
         tokens: (S,) share of token-layers computed. executed_flops: (S,), of encoder and head.
         active: (S, L) tokens that take part in each layer. kept_in_box: (S,) share of pillars in boxes that go through the last layer.
         halt_depth: (S, N) last layer that each pillar went through.
     """
 
-    matched: dict[tuple[bool, bool], list[list[Match]]]
+    matched: dict[tuple[bool, bool], list[tuple[np.ndarray, ...]]]
     tokens: np.ndarray
     executed_flops: np.ndarray
     active: np.ndarray
@@ -311,21 +311,16 @@ class Evaluation:
     def ap_by_class(self, *, recycled: bool = True, strict: bool = True, scenes: np.ndarray | None = None) -> list[float]:
         """Of each of `CLASSES`."""
         drawn = np.bincount(np.arange(len(self.tokens)) if scenes is None else scenes, minlength=len(self.tokens))
-        each = ((one, drawn[one[2]], int((one[3] * drawn).sum())) for one in self._pooled[recycled, strict])
-        return [average_precision(scores, right, n, times) for (scores, right, *_), times, n in each]
+        each = self.matched[recycled, strict]
+        return [average_precision(right, int((boxes * drawn).sum()), drawn[scene]) for _, right, scene, boxes in each]
 
-    @cached_property
-    def _pooled(self) -> dict[tuple[bool, bool], list[tuple[np.ndarray, ...]]]:
-        """`matched`, all scenes together, best first: scores, right, scene (K,), and boxes by scene (S,). An interval draws scenes hundreds of
-        times, and sorts once."""
 
-        def pooled(per_scene: list[Match]) -> tuple[np.ndarray, ...]:
-            scores, right = (np.concatenate([one[k] for one in per_scene]) for k in (0, 1))
-            scene = np.repeat(np.arange(len(per_scene)), [len(one[0]) for one in per_scene])
-            order = np.argsort(-scores, kind="stable")
-            return scores[order], right[order], scene[order], np.array([one[2] for one in per_scene])
-
-        return {key: [pooled(per_scene) for per_scene in by_class] for key, by_class in self.matched.items()}
+def _pooled(per_scene: list[Match]) -> tuple[np.ndarray, ...]:
+    """Matches of a class as `Evaluation.matched` has them: an interval draws scenes hundreds of times, and sorts once."""
+    scores, right = (np.concatenate([one[k] for one in per_scene]) for k in (0, 1))
+    scene = np.repeat(np.arange(len(per_scene)), [len(one[0]) for one in per_scene])
+    order = np.argsort(-scores, kind="stable")
+    return scores[order], right[order], scene[order], np.array([one[2] for one in per_scene])
 
 
 @torch.no_grad()
@@ -362,13 +357,11 @@ def evaluate(model: PillarDetector, data: Batch, grid: Grid, policy: Policy | No
     for recycled, said_each in outputs.items():
         found = list(zip(decode(torch.cat(said_each), grid), data.boxes, data.labels, strict=True))
         for strict, ious in ((True, STRICT), (False, LOOSE)):
-            matched[recycled, strict] = [[matches(*one, label, iou) for one in found] for label, iou in enumerate(ious)]
+            matched[recycled, strict] = [_pooled([matches(*one, label, iou) for one in found]) for label, iou in enumerate(ious)]
     return Evaluation(matched, *map(np.array, (tokens, flops, active, kept, depth)))
 
 
-def ap_difference(
-    ours: Sequence[Evaluation], theirs: Sequence[Evaluation], *, recycled: bool = True, strict: bool = True, draws: int = 400
-) -> Interval:
+def ap_difference(ours: Sequence[Evaluation], theirs: Sequence[Evaluation], *, draws: int, recycled: bool = True) -> Interval:
     """AP of `ours` minus that of `theirs`, mean over seeds (paired, one of each), with a percentile bootstrap over scenes: all seeds are
     evaluated on the same scenes, which are drawn together.
 
@@ -381,7 +374,7 @@ def ap_difference(
         raise ConfigError(f"an interval of AP is drawn over scenes, and there are {n}: evaluate at least 2.")
 
     def difference(scenes: np.ndarray | None) -> float:
-        pair = ([one.ap(recycled=recycled, strict=strict, scenes=scenes) for one in each] for each in (ours, theirs))
+        pair = ([one.ap(recycled=recycled, scenes=scenes) for one in each] for each in (ours, theirs))
         return float(np.mean([a - b for a, b in zip(*pair, strict=True)]))
 
     how: dict[str, Any] = {"n_resamples": draws, "vectorized": False, "method": "percentile", "rng": np.random.default_rng(0)}
@@ -390,44 +383,34 @@ def ap_difference(
 
 
 # -- several processes -----------------------------------------------------------------------------------------------------------
-@dataclass
-class Workers:
-    """A pool of processes, each with the scenes of one plan. A context manager: it ends them.
+@contextmanager
+def workers(plan: Plan, folder: Path, processes: int, threads: int) -> Iterator[Executor]:
+    """A pool of processes, each of so many threads and with the scenes of one plan; `folder` is for the checkpoints."""
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin, (plan, folder, threads))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
-    Args:
-        folder: for the checkpoints. threads: of each process.
-    """
 
-    plan: Plan
-    folder: Path
-    processes: int
-    threads: int = 1
-    _pool: ProcessPoolExecutor = field(init=False, repr=False)
+def train_side_by_side(pool: Executor, seeds: Sequence[int], parts: Sequence[str], say: Callable[[str], None]) -> None:
+    """Train these parts of every seed, and what they start from, none before that; finished ones are not repeated."""
+    waits_for = {(seed, part): [(seed, need) for need in needs(part)] for seed, part in tasks(seeds, parts)}
+    order = TopologicalSorter(waits_for)
+    order.prepare()
+    running, done = dict[Future[None], Task](), 0
+    while order.is_active():
+        running |= {pool.submit(_called, _train, *task): task for task in order.get_ready()}
+        for future in wait(running, return_when=FIRST_COMPLETED).done:
+            future.result()
+            task, done = running.pop(future), done + 1
+            order.done(task)
+            say(f"seed {task[0]}, {task[1]}: trained ({done} of {len(waits_for)})")
 
-    def __enter__(self) -> Workers:
-        context, given = multiprocessing.get_context("spawn"), (self.plan, self.folder, self.threads)
-        self._pool = ProcessPoolExecutor(self.processes, context, _begin, given)
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def train(self, seeds: Sequence[int], parts: Sequence[str], say: Callable[[str], None]) -> None:
-        """Train these parts of every seed, and what they start from, none before that; finished ones are not repeated."""
-        order = TopologicalSorter({(seed, part): [(seed, need) for need in needs(part)] for seed, part in tasks(seeds, parts)})
-        order.prepare()
-        running, done, n = dict[Future[None], Task](), 0, len(tasks(seeds, parts))
-        while order.is_active():
-            running |= {self._pool.submit(_called, _train, *task): task for task in order.get_ready()}
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                future.result()
-                task, done = running.pop(future), done + 1
-                order.done(task)
-                say(f"seed {task[0]}, {task[1]}: trained ({done} of {n})")
-
-    def map(self, function: Callable[..., Any], seeds: Sequence[int], *arguments: Any) -> Iterator[Any]:
-        """`function(SeedRuns, *arguments)` of every seed, in order, as many at once as there are processes."""
-        return self._pool.map(_called, *zip(*((function, seed, *arguments) for seed in seeds), strict=True))
+def of_each_seed(pool: Executor, function: Callable[..., Any], seeds: Sequence[int], *arguments: Any) -> Iterator[Any]:
+    """`function(SeedRuns, *arguments)` of every seed, in order, as many at once as there are processes."""
+    return pool.map(_called, *zip(*((function, seed, *arguments) for seed in seeds), strict=True))
 
 
 _OF_WORKER: list[tuple[Plan, Path]] = []
@@ -448,5 +431,5 @@ def _train(runs: SeedRuns, part: str) -> None:  # what it returns would travel b
 
 
 def measured(runs: SeedRuns, more: Sequence[str] = ()) -> list[Measured]:
-    """Every evaluation of a seed: for `Workers.map`."""
+    """Every evaluation of a seed: for `of_each_seed`."""
     return list(runs.evaluations(more))

@@ -264,17 +264,16 @@ def matches(found: Detections, boxes: np.ndarray, labels: np.ndarray, label: int
     return found.scores[found.labels == label], right, len(there)
 
 
-def average_precision(scores: np.ndarray, right: np.ndarray, n_boxes: int, times: np.ndarray | None = None) -> float:
+def average_precision(right: np.ndarray, n_boxes: int, times: np.ndarray) -> float:
     """Mean over forty recalls of the best precision at that recall or a higher one (KITTI since 2019); NaN without boxes.
 
-    times: (K,) how often each detection is there; None: once.
+    Args:
+        right: (K,) bool, detections from the best score down. times: (K,) how often each of them is there.
     """
     if not n_boxes:
         return float("nan")
-    order = np.argsort(-scores, kind="stable")
-    each = np.ones(len(order), dtype=np.int64) if times is None else times[order]
-    hits = (right[order] * each).cumsum()
-    precision = hits / np.maximum(each.cumsum(), 1)
+    hits = (right * times).cumsum()
+    precision = hits / np.maximum(times.cumsum(), 1)
     best = np.append(np.maximum.accumulate(precision[::-1])[::-1], 0.0)  # a recall that is not reached has precision 0
     return float(best[np.searchsorted(hits / n_boxes, RECALLS - 1e-12)].mean())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -102,14 +101,12 @@ class Trained:
     Attributes:
         curve: one entry every few steps: step, loss, tokens (share of token-layers), kept_in_box, strength.
         step: steps done.
-        processor_s: what they took of all threads together, in seconds; None: it was not noted.
     """
 
     model: PillarDetector
     gates: HaltingGates | None
     curve: list[dict[str, float]]
     step: int
-    processor_s: float | None = None
 
 
 def train(
@@ -141,8 +138,7 @@ def train(
     of = {"recipe": asdict(recipe), "shape": asdict(model.shape), "gates": None if gates is None else list(gates.layers)}
     kept = TrainingFile(checkpoint, of)
     parts: list[Any] = [model, *optimisers, *([] if gates is None else [gates])]
-    first, curve, processor_s = _resumed(kept.load(), parts, control)
-    started = time.process_time() - processor_s
+    first, curve = _resumed(kept.load(), parts, control)
     weights, per_pass = torch.where(data.in_box, recipe.box_weight, 1.0), max(1, len(data) // recipe.batch_size)
     entry: dict[str, float] = {}
 
@@ -180,11 +176,8 @@ def train(
             curve.append({"step": step, **entry, "loss": loss})
 
     def state() -> dict[str, Any]:
-        nonlocal processor_s
-        processor_s = time.process_time() - started
         strength = None if control is None else control.strength
-        states = [part.state_dict() for part in parts]
-        return {"curve": curve, "strength": strength, "processor_s": processor_s, "parts": states}
+        return {"curve": curve, "strength": strength, "parts": [part.state_dict() for part in parts]}
 
     model.train()
     model.requires_grad_(recipe.base_rate > 0)
@@ -196,18 +189,18 @@ def train(
     finally:
         model.requires_grad_(True)
         model.eval()
-    return Trained(model, gates, curve, recipe.steps, processor_s)
+    return Trained(model, gates, curve, recipe.steps)
 
 
-def _resumed(found: dict[str, Any] | None, parts: list[Any], control: SparsityController | None) -> tuple[int, list[Any], float]:
-    """Put a state back into the parts; the step to go on from, the curve so far and the processor's seconds."""
+def _resumed(found: dict[str, Any] | None, parts: list[Any], control: SparsityController | None) -> tuple[int, list[Any]]:
+    """Put a state back into the parts; the step to go on from, and the curve so far."""
     if found is None:
-        return 0, [], 0.0
+        return 0, []
     for part, state in zip(parts, found["parts"], strict=True):
         part.load_state_dict(state)
     if control is not None:
         control.strength = found["strength"]
-    return found["step"], found["curve"], found["processor_s"]
+    return found["step"], found["curve"]
 
 
 class SparsityController:
@@ -218,7 +211,7 @@ class SparsityController:
         n_layers: of the model.
     """
 
-    def __init__(self, gates: HaltingGates, tokens: float, n_layers: int, step: float = 0.04) -> None:
+    def __init__(self, gates: HaltingGates, tokens: float, n_layers: int) -> None:
         (first, *_), last, least = gates.layers, n_layers - 1, (gates.layers[0] + 1) / n_layers
         if (decision := gates.layers[-1]) >= last:
             why = f"A decision after layer {decision} saves nothing: the model's last layer is {last}"
@@ -226,13 +219,13 @@ class SparsityController:
         if not least < tokens < 1:
             why = f"with a first decision after layer {first} of {n_layers} layers at least {least:.3g} of all token-layers are computed"
             raise ConfigError(f"tokens={tokens:g} cannot be met: {why}, so give a share between {least:.3g} and 1.")
-        self.tokens, self.step, self.strength = tokens, step, 0.1
+        self.tokens, self.strength = tokens, 0.1
 
     def update(self, mask: KeepMask) -> float:
         """Follow one forward; returns the share of token-layers that it left."""
         shares = [1.0 if kept is None else float(kept.detach().mean()) for kept in mask.kept]
         left = sum(shares) / len(shares)
-        self.strength = max(0.0, self.strength + self.step * (left - self.tokens) / self.tokens)
+        self.strength = max(0.0, self.strength + 0.04 * (left - self.tokens) / self.tokens)
         return left
 
 
@@ -262,4 +255,4 @@ def trained(path: Path, shape: Shape) -> Trained:
     if found["gates"] is not None:
         gates = HaltingGates(shape.width, found["gates"])
         gates.load_state_dict(found["parts"][-1])
-    return Trained(model, gates, found["curve"], found["step"], found["processor_s"])
+    return Trained(model, gates, found["curve"], found["step"])

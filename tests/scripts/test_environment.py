@@ -71,9 +71,9 @@ def test_what_went_wrong_is_its_last_line():
 
 
 def test_the_environment_of_another_clone_is_not_taken_over(tmp_path):
-    (tmp_path / "other").mkdir()
+    (other := tmp_path / "other clone").mkdir()
     about = tmp_path / ".venv" / "lib" / "python3.11" / "site-packages" / "quicksilver_lm-1.0.0.dist-info"
     about.mkdir(parents=True)
-    for url, found in ((tmp_path / "other", tmp_path / "other"), (tmp_path / "gone", None), (environment.ROOT, None)):
-        (about / "direct_url.json").write_text(f'{{"url": "file://{url}", "dir_info": {{"editable": true}}}}')
+    for url, found in ((other, other), (tmp_path / "gone", None), (environment.ROOT, None)):
+        (about / "direct_url.json").write_text(f'{{"url": "{url.as_uri()}", "dir_info": {{"editable": true}}}}')
         assert environment.of_another_clone(tmp_path / ".venv") == found

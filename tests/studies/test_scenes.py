@@ -121,15 +121,14 @@ def test_overlap_is_what_darts_say(one, two, x, y, seed):
 
 
 def test_average_precision_of_plain_cases():
-    right = np.array([True, True, True, True])
-    scores = np.array([0.9, 0.8, 0.7, 0.6])
-    assert average_precision(scores, right, 4) == 1
-    assert average_precision(scores, right, 8) == pytest.approx(0.5)  # half of the boxes are never found
-    assert average_precision(scores, ~right, 4) == 0
-    assert average_precision(np.zeros(0), np.zeros(0, dtype=bool), 4) == 0
-    assert np.isnan(average_precision(scores, right, 0))
+    right, once = np.array([True, True, True, True]), np.ones(4, dtype=int)
+    assert average_precision(right, 4, once) == 1
+    assert average_precision(right, 8, once) == pytest.approx(0.5)  # half of the boxes are never found
+    assert average_precision(~right, 4, once) == 0
+    assert average_precision(right[:0], 4, once[:0]) == 0
+    assert np.isnan(average_precision(right, 0, once))
     # A wrong one first halves the precision at a quarter of the recall, and costs less later.
-    assert average_precision(scores, np.array([False, True, True, True]), 4) == pytest.approx(0.75 * 0.75)
+    assert average_precision(np.array([False, True, True, True]), 4, once) == pytest.approx(0.75 * 0.75)
 
 
 def test_a_box_is_found_once_and_classes_are_kept_apart():

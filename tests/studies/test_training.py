@@ -1,13 +1,11 @@
 """Trainings of the study, what is measured and what is timed: they learn, go on after a kill as if nothing had been, and wait for what they start from."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count, islice
-from pathlib import Path
 from threading import Lock
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,14 +15,14 @@ import torch
 from quicksilver.fitting.gates import HaltingGates
 from quicksilver.fitting.training import read_training
 from quicksilver.modules import StaticDepth
-from quicksilver.runtime import ConfigError, QuickSilverError
+from quicksilver.runtime import ConfigError
 from quicksilver.runtime.run import apply
 from quicksilver.studies.token_halting import frames, runs
 from quicksilver.studies.token_halting.frames import accuracy, effects
 from quicksilver.studies.token_halting.model import Shape, batch_of, detector
-from quicksilver.studies.token_halting.runs import PARTS, Plan, SeedRuns, Workers, ap_difference, evaluate, gated, ruled
+from quicksilver.studies.token_halting.runs import PARTS, Plan, SeedRuns, ap_difference, evaluate, gated, ruled
 from quicksilver.studies.token_halting.scenes import Grid, SceneMaker
-from quicksilver.studies.token_halting.training import Recipe, Trained, imitation_loss, train, trained
+from quicksilver.studies.token_halting.training import Recipe, imitation_loss, train, trained
 
 GRID = Grid(side=8)
 SHAPE = Shape(width=16, layers=3, heads=2)
@@ -36,26 +34,17 @@ fresh = partial(detector, SHAPE, 0)
 gates = partial(HaltingGates, SHAPE.width, [0, 1])
 
 
-def until(step: int, happens: Callable[[], None]) -> Callable[[range], Iterator[int]]:
-    """A progress in whose step something happens."""
-
-    def progress(steps: range) -> Iterator[int]:
-        for one in steps:
-            if one == step:
-                happens()
-            yield one
-
-    return progress
-
-
 @pytest.fixture(scope="module")
 def whole():
     return train(fresh(), DATA, RECIPE, gates=gates())
 
 
 def test_a_killed_training_goes_on_as_if_nothing_had_been(whole, tmp_path):
+    def killed(steps: range) -> Iterator[int]:
+        yield from steps[:5]
+        raise KeyboardInterrupt
+
     path = tmp_path / "one.safetensors"
-    killed = until(5, Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         train(fresh(), DATA, RECIPE, gates=gates(), checkpoint=path, every=2, progress=killed)
     assert read_training(path)["step"] == 4
@@ -67,7 +56,6 @@ def test_a_killed_training_goes_on_as_if_nothing_had_been(whole, tmp_path):
     again = trained(path, SHAPE)
     assert torch.equal(again.gates.bias, whole.gates.bias)
     assert again.step == 8
-    assert again.processor_s == resumed.processor_s > 0  # of both parts together
 
 
 def test_a_training_learns_and_its_detector_can_teach():
@@ -84,17 +72,6 @@ def test_a_training_learns_and_its_detector_can_teach():
     taught = train(fresh(), DATA, Recipe(10, imitates=5.0, **shared), gates=gates(), teacher=teacher)
     assert distance(teacher) == pytest.approx(0, abs=1e-5)
     assert distance(taught.model) < 0.8 * distance(alone.model)
-
-
-def test_a_loss_that_is_no_number_stops_and_the_last_good_state_stays(tmp_path):
-    path, model = tmp_path / "one.safetensors", fresh()
-    poisoned = until(5, lambda: model.head.bias.data.fill_(float("nan")))
-    said = r"loss of step 5 is not finite: give a smaller learning rate.*last good state is .*one"
-    with pytest.raises(QuickSilverError, match=said):
-        train(model, DATA, Recipe(8, batch_size=4), checkpoint=path, every=2, progress=poisoned)
-    found = read_training(path)
-    assert found["step"] == 4
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in found["parts"][0].values())
 
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path):
@@ -150,8 +127,8 @@ def test_what_is_measured_of_a_policy():
     assert (half.executed_flops < dense.executed_flops).all()
     assert not np.array_equal(half.halt_depth[0], half.halt_depth[1])  # each scene draws its own
     static = evaluate(model, DATA, GRID, lambda scene: [StaticDepth(depth=0.3, missing_kv="drop")])
-    assert sum(one[0].size for one in static.matched[True, True][0]) > 0
-    assert sum(one[0].size for one in static.matched[False, True][0]) == 0  # a head that is given nothing
+    assert static.matched[True, True][0][0].size > 0
+    assert static.matched[False, True][0][0].size == 0  # a head that is given nothing
     same = ap_difference([dense], [dense], draws=20)
     assert (same.value, same.low, same.high) == (0, 0, 0)
     blind = ap_difference([static], [dense], recycled=False, draws=20)
@@ -176,7 +153,7 @@ def test_gates_of_a_training_are_a_module(whole):
     dense = evaluate(whole.model, DATA, GRID)  # bit for bit: the same scores, whether halted tokens are recycled or not
     for recycled in (True, False):
         for ours, theirs in zip(nobody.matched[recycled, True], dense.matched[recycled, True], strict=True):
-            assert all(np.array_equal(a[0], b[0]) for a, b in zip(ours, theirs, strict=True))
+            assert np.array_equal(ours[0], theirs[0])
     assert everybody.active[:, 1].sum() == 0
 
 
@@ -196,10 +173,9 @@ def test_a_part_waits_for_what_it_starts_from(monkeypatch, processes, parts):
             log.append((seed, part))
 
     monkeypatch.setattr(runs, "_called", train)
-    monkeypatch.setattr(runs, "ProcessPoolExecutor", lambda n, *_: ThreadPoolExecutor(n))
     said: list[str] = []
-    with Workers(Plan(), Path("nowhere"), processes) as pool:
-        pool.train((0, 3), parts, said.append)
+    with ThreadPoolExecutor(processes) as pool:
+        runs.train_side_by_side(pool, (0, 3), parts, said.append)
     assert sorted(log) == sorted(runs.tasks((0, 3), parts))
     assert len(set(log)) == len(log)
     assert {part for _, part in log} >= set(parts)
@@ -211,9 +187,8 @@ def test_a_training_that_fails_ends_the_study_and_says_why(monkeypatch):
         raise RuntimeError(f"{part} of {seed}")
 
     monkeypatch.setattr(runs, "_called", fails)
-    monkeypatch.setattr(runs, "ProcessPoolExecutor", lambda n, *_: ThreadPoolExecutor(n))
-    with pytest.raises(RuntimeError, match="dense of 4"), Workers(Plan(), Path("nowhere"), 2) as pool:
-        pool.train((4,), PARTS, print)
+    with pytest.raises(RuntimeError, match="dense of 4"), ThreadPoolExecutor(2) as pool:
+        runs.train_side_by_side(pool, (4,), PARTS, print)
 
 
 # --- the pseudo-gradient ---
@@ -225,13 +200,12 @@ def test_effects_are_those_of_turning_one_decision_round():
         return tiny_encoder.MODEL(given).square().mean()
 
     found = effects(tiny_encoder.MODEL, loss, 1, decisions, [2, 4, 7])
-    assert found.kept.tolist() == [True, False, True]
+    assert found["kept"].tolist() == [True, False, True]
     # The derivative of the equivalent forward is that of its soft mask; the parts of it are less, and together the whole.
-    np.testing.assert_allclose(found.estimated["both"], found.estimated["finite difference"], rtol=0.05, atol=1e-4)
-    parts = found.estimated["states"] + found.estimated["attention"]
-    assert np.abs(found.estimated["states"] - found.estimated["both"]).max() > 1e-4
-    assert np.isfinite(parts).all()
-    assert np.abs(found.true).min() > 0
+    np.testing.assert_allclose(found["both"], found["finite difference"], rtol=0.05, atol=1e-4)
+    assert (found["states"] - found["both"]).abs().max() > 1e-4
+    assert np.isfinite(found["states"] + found["attention"]).all()
+    assert found["true"].abs().min() > 0
     with pytest.raises(ConfigError, match="no token"):
         effects(tiny_encoder.MODEL, loss, 1, decisions, [])
 
@@ -278,20 +252,8 @@ def test_parts_are_those_that_ran_and_layers_have_the_tokens_that_were_left(halt
     assert flops["layer 2"] < flops["layer 0"]
 
 
-def test_drawn_gates_leave_what_they_shall():
-    model = detector(Shape(32, 4, 2), 0)
-    hidden = torch.randn(3, 200, 32, generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        drawn = frames._gates_that_leave(model, hidden)
-        with apply(model, gated(Trained(model, drawn, [], 0))(0)) as run:
-            for one in hidden.split(1):
-                model.encoder(inputs_embeds=one)
-    left = np.mean([[float(p.active(layer).float().mean()) for layer in range(4)] for p in run.trace.passes], axis=0)
-    assert left == pytest.approx([1, *frames.LEFT], abs=0.02)
-
-
 def test_a_row_a_size():
-    found = frames.sizes(((16, 8, 1), (16, 8, 2)), layers=4, repeats=3)
+    found = frames.sizes(((16, 8, 1), (16, 8, 2)), repeats=3)
     assert found["pillars"].tolist() == [64, 64]
     assert (found["latency_ratio"] > 0).all()
     assert found["flops_saved_pct"].between(20, 80).all()

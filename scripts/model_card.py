@@ -76,7 +76,7 @@ def card(name: str, folder: Path, data_root: Path) -> str:
     prompt = tokenizer(PROMPT, return_tensors="pt", truncation=True, max_length=context - SAMPLED_TOKENS)["input_ids"]
     generated = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=SAMPLED_TOKENS, do_sample=False)
     sample = tokenizer.batch_decode(generated[:, prompt.shape[1] :])[0].strip()
-    # Of each row of the loss by position, the first and one after the last; a window's first token is scored by nobody.
+    # Of each row of the loss by position, the first and one after the last; a window's first token is not scored.
     ends = [*(end for end in POSITIONS if end < context), context]
     return training_loop.filled(
         "model_card.md.jinja", name=name, recipe=recipe, training=training, corpus=training["corpus"], context=context, licences=LICENCES,

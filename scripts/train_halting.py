@@ -61,7 +61,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     ask("--windows", type=int, default=96, help="of 512 tokens, at most")
     ask("--saves", type=float, default=40.0, help="percent of the prompt's executed FLOPs")
     add_options(language, GateRecipe, DECIDED, {"batch_size": "windows a step"})
-    ask("--start-from", choices=("oldest", "random"), default="oldest", help="who halts before training")
+    ask("--start-from", choices=("oldest", "random"), default="oldest", help="which tokens halt before training")
     ask("--name", required=True, help="of the file")
     ask("--output", type=Path, help="folder of the file; default: results/gates/MODEL")
     ask("--data", help="folder of datasets (data.root)")

@@ -36,7 +36,7 @@ class FittedPrediction(PresetHalting, Fitted):
 
     Args:
         control: `none`: states and K/V of the same token. `shuffled`: K/V of another token of the text. `mean`: the mean K and V.
-        drop_oldest: False: nobody is dropped; all tokens but the protected stop before one layer, the deepest that saves `save`
+        drop_oldest: False: no token is dropped; all tokens but the protected stop before one layer, the deepest that saves `save`
             of a prompt of `prompt_tokens` (static P@ℓ).
         prompt_tokens: for that choice.
 

@@ -1,4 +1,4 @@
-"""A forward pass that gives what the halted one gives and can be differentiated by who halts (Ye et al., arXiv 2303.05078).
+"""A forward pass that gives what the halted one gives and can be differentiated by which tokens halt (Ye et al., arXiv 2303.05078).
 
 Halting is a step: its derivative is zero or does not exist. The pass here computes every token in every layer and multiplies by what is
 left of it, the keep mask m^ℓ = m^{ℓ−1} · g^ℓ (B, N):
@@ -71,7 +71,7 @@ def equivalent_forward(
         model: of a known family, with sdpa attention; called without cache and without padding.
         gate: called after each layer but the last with its index, its states (B, N, D) and m (B, N) so far; returns g (B, N), or None
             where nothing halts. Values other than 0 and 1 are a soft mask.
-        translators: by the layer that a gate stands after: who predicts the K/V of those that halt there. Other gates drop.
+        translators: by the layer that a gate stands after: what predicts the K/V of those that halt there. Other gates drop.
         derivative: through what a gate's derivative flows: `both` places where m stands, the `states` or the `attention` weights alone.
 
     Yields:
@@ -145,10 +145,10 @@ def _attend(
     if (m := mask.in_attention) is None:
         return sdpa(module, query, key, value, attention_mask, **options)
     scores = _visible(module, query, key, attention_mask) + m.detach().clamp(min=0).log()[:, None, None, :].to(query.dtype)
-    nobody = (scores == -torch.inf).all(-1, keepdim=True)  # (B, 1, M, 1)
-    attended, _ = sdpa(module, query, key, value, scores.masked_fill(nobody, 0.0), **options)
-    # A query that sees nobody gets nothing, as from the kernel that masks.
-    attended = attended.masked_fill(nobody.transpose(1, 2), 0.0)
+    blind = (scores == -torch.inf).all(-1, keepdim=True)  # (B, 1, M, 1)
+    attended, _ = sdpa(module, query, key, value, scores.masked_fill(blind, 0.0), **options)
+    # A query that sees no key gets nothing, as from the kernel that masks.
+    attended = attended.masked_fill(blind.transpose(1, 2), 0.0)
     if not m.requires_grad:
         return attended, None
     slope = _slope(m, attended.detach(), (module, query.detach(), key.detach(), value.detach(), attention_mask), options)

@@ -26,7 +26,7 @@ from quicksilver.runtime.ledger import LayerWork
 from quicksilver.runtime.run import apply
 
 # -- gates -------------------------------------------------------------------------------------------------------------------------
-OPEN = 1.0  # b before training: p = 0.73, nobody halts
+OPEN = 1.0  # b before training: p = 0.73, no token halts
 Parts = dict[str, torch.Tensor]  # of gates, by name
 
 
@@ -115,8 +115,8 @@ class GateRecipe:
         saves_pct: of the prompt's executed FLOPs.
         steps: of Adam, `batch_size` windows each; ten of them rising, then half a cosine.
         start: spread of a gate's logits before training.
-        start_from: who halts before training: the `oldest` tokens are dropped and all that are left are predicted, which is the rule of
-            docs/predicted-kv.md; or `random` directions of the state say whom to drop.
+        start_from: which tokens halt before training: the `oldest` tokens are dropped and all that are left are predicted, which is the rule of
+            docs/predicted-kv.md; or `random` directions of the state say which to drop.
         strength, reaction: λ at the start, and how fast it follows the budget.
         shift: added to the biases of gates that drop after a step that saved the whole prompt too much, and in proportion.
         protect_first, protect_last: tokens of the prompt that never halt.
@@ -244,7 +244,7 @@ def train_gates(
     file = TrainingFile(checkpoint, {"recipe": asdict(recipe), "width": architecture.width, "windows": sizes})
     gates, first = trainer.gates, trainer.resume(file.load())
     if not first:
-        # From near the budget: what is learned is whom to halt, not how many.
+        # From near the budget: what is learned is which to halt, not how many.
         start, _ = _nearest(architecture, trainer.made(gates.state_dict()), ids[:2], recipe, 9)
         gates.bias.data.copy_(start.bias)
         trainer.start = {name: part.clone() for name, part in gates.state_dict().items()}

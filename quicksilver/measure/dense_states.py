@@ -321,7 +321,7 @@ class _Window:
         import torch
 
         self.arch = arch
-        # From the second token on: the first one sees nobody, and is an attention sink.
+        # From the second token on: the first one sees no other, and is an attention sink.
         self.followed = torch.linspace(1, len(ids) - 1, followed, device=ids.device).round().long()
         self._rows = torch.arange(followed, device=ids.device)
         self.calls: list[Callable[[torch.Tensor], torch.Tensor]] = []

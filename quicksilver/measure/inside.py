@@ -253,7 +253,7 @@ def _gradient(arch: Architecture, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _decisions(trace: PassTrace) -> dict[str, torch.Tensor]:
-    """Who takes part in each layer, at which width, carried by whom; row 0 is before anything was decided."""
+    """Which tokens take part in each layer, at which width, carried by which; row 0 is before anything was decided."""
     trace = trace.row(0)
     layers = range(trace.n_layers)
     undecided = torch.full_like(trace.valid[0], 16, dtype=torch.long)

@@ -187,7 +187,7 @@ class ClassHalting:
 
 @dataclass(frozen=True)
 class Explained:
-    """A logistic model of who has halted: its terms, and the share of the deviance that it explains."""
+    """A logistic model of which tokens have halted: its terms, and the share of the deviance that it explains."""
 
     terms: list[str]
     deviance_explained: float
@@ -250,7 +250,7 @@ class WordClasses(OfWords, share=0.02, recorded_as="quicksilver.measure.word_cla
 
 def classes_of(tokens: pd.DataFrame, counted: Counted, n_layers: int, layer: int, depth: float) -> WordClassesResult:
     """From `token_frame` with `halt_layer` to the result; `layer` from 0."""
-    halted = tokens["halt_layer"].to_numpy()[:, None] <= np.arange(1, n_layers)  # (n, L-1): the last layer halts nobody
+    halted = tokens["halt_layer"].to_numpy()[:, None] <= np.arange(1, n_layers)  # (n, L-1): the last layer halts no token
     halted = np.concatenate([halted, halted[:, -1:]], axis=1)
     at_depth, clusters, groups, found = halted[:, layer], tokens["sentence"].to_numpy(), strata(tokens), []
     readings = {"ours": class_members(tokens["class"].to_numpy()), "paper": class_members(tokens["paper_class"].to_numpy())}
@@ -341,7 +341,7 @@ class WordSignals(OfWords, share=0.1, recorded_as="quicksilver.measure.word_sign
 
     Args:
         windows: so many of the run's; 0: all.
-        depth: whoever has halted after this fraction of the depth is "halted".
+        depth: a token that has halted after this fraction of the depth is "halted".
     """
 
     windows: Count = 32

@@ -67,7 +67,7 @@ class Calibration(FittedFile):
 
     @property
     def weights_digest(self) -> str:  # type: ignore[override]
-        """`model_digest` of the model; empty where nobody said."""
+        """`model_digest` of the model; empty where none was given."""
         return str(self.provenance.get("model_digest", ""))
 
     def model_facts(self) -> dict[str, object]:
@@ -102,7 +102,7 @@ class Calibrated:
     """A module whose thresholds may be percentiles of what a calibration measured.
 
     Attributes:
-        calibration: a `Calibration`, the path of one, or None until somebody measures one (`calibration.calibrate_modules`).
+        calibration: a `Calibration`, the path of one, or None until one is measured (`calibration.calibrate_modules`).
     """
 
     calibration: Calibration | Path | str | None

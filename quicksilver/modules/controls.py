@@ -279,7 +279,7 @@ class Replay(TokenPolicy, MergePolicy, EvictionPolicy, SpanPolicy):
             mode, resume_layers = divmod(code, self.trace.n_layers + 1)
             missing_kv = MISSING_KV[mode]
             translator = self.translators.get(view.layer) if missing_kv == "predict" else None
-            if missing_kv != "predict" or translator is not None:  # else nobody halts so here: `bind` has seen to it
+            if missing_kv != "predict" or translator is not None:  # else no token halts so here: `bind` has seen to it
                 tokens.halt(here & (how == code), missing_kv=missing_kv, resume_layers=resume_layers, translator=translator)
         for precision in (p for p in self._pass.precisions if p.layer == view.layer):
             for bits in set(precision.bits.unique().tolist()) - {0}:

@@ -79,7 +79,7 @@ class HaltingPolicy(TokenPolicy):
 
     @abstractmethod
     def choose(self, view: LayerView, tokens: TokenState, eligible: torch.Tensor) -> torch.Tensor:
-        """Whom of the `eligible` (B, M) bool to halt after this layer: (B, M) bool."""
+        """Which of the `eligible` (B, M) bool to halt after this layer: (B, M) bool."""
 
     @property
     def protected_last(self) -> int:

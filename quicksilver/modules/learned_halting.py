@@ -78,7 +78,7 @@ class LearnedHalting(HaltingPolicy):
 
     Args:
         gates: the name of gates that ship with the model, such as `predict`; the path of a file of gates; or gates.
-        threshold: p below which a token halts: ½, the paper's, or one number for each decision layer; 0: nobody.
+        threshold: p below which a token halts: ½, the paper's, or one number for each decision layer; 0: no token.
         missing_kv: None: what the gates were trained with, layer by layer.
 
     Raises:
@@ -121,7 +121,7 @@ class LearnedHalting(HaltingPolicy):
             raise ConfigError(f"{given}, and there are {len(found.layers)} gates: give one or as many.")
         predicts = found.predicts if self._seen is None else ()
         each = self._thresholds * (len(found.layers) if len(self._thresholds) == 1 else 1)
-        cuts = torch.tensor(each, dtype=torch.float64).logit().tolist()  # at 0 nobody halts, at 1 everybody
+        cuts = torch.tensor(each, dtype=torch.float64).logit().tolist()  # at 0 no token halts, at 1 every token
         self._cut = dict(zip(found.layers, cuts, strict=True))
         super().bind(architecture)
         self._translators |= {layer: translator_for(architecture, EMBEDDED, layer + 1) for layer in predicts}

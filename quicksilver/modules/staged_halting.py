@@ -380,7 +380,7 @@ class Schedule(Options):
         translator: str | Path | BoundTranslator = EMBEDDED,
         maps: Path | str | MLPMaps = EMBEDDED,
     ) -> list[TokenPolicy]:
-        """All that do it, who stops tokens last: with linear maps in the place of MLPs, where there are any, and with another `missing_kv` for the
+        """All that do it, the one that stops tokens last: with linear maps in the place of MLPs, where there are any, and with another `missing_kv` for the
         second stage where that is compared."""
         protects = {name: getattr(self, name) for name in ("protect_first", "protect_last", "protect_at_most")}
         amount = {"share": self.drop_share, "multiple_of": self.tile}
@@ -450,7 +450,7 @@ def shipped_with_schedules() -> list[str]:
 class PresetHalting(TokenPolicy):
     """Halting by a `Schedule` (`P@ℓ`): the model's own at a budget, or one that is given.
 
-    Acts in prompts only, as where a prompt ends decides who stops.
+    Acts in prompts only, as where a prompt ends decides which tokens stop.
 
     Args:
         save: share of the prompt's executed FLOPs for which the model's schedule was chosen, 0 to 1.
@@ -488,7 +488,7 @@ class PresetHalting(TokenPolicy):
 
     @property
     def halting(self) -> TokenPolicy:
-        """Who stops tokens, once that is known; raises ConfigError before `bind`."""
+        """The module that stops tokens, once it is known; raises ConfigError before `bind`."""
         if not self._parts:
             raise ConfigError("The stages of a preset are the model's own: give the module to quicksilver.apply first.")
         return self._parts[-1]
@@ -509,7 +509,7 @@ class PresetHalting(TokenPolicy):
             part.bind(architecture)
 
     def chosen(self, architecture: Architecture) -> tuple[Schedule, str | Path | BoundTranslator]:
-        """The schedule for this model, and who predicts; raises ConfigError where there is none."""
+        """The schedule for this model, and its translator; raises ConfigError where there is none."""
         if isinstance(self.schedule, Schedule):
             return self.schedule, self.translator
         if self.schedule is None:

@@ -120,9 +120,9 @@ def remove_abandoned(path: Path) -> bool:
     try:
         os.rename(path, stale_path)
     except FileNotFoundError:
-        return True  # somebody else was faster
+        return True  # another process was faster
     if _text(stale_path) != seen:
-        # Somebody took it between the look and the rename: it goes back. Where that cannot be, two do the same work.
+        # Another process took it between the look and the rename: it goes back. Where that cannot be, two do the same work.
         with suppress(OSError):
             os.link(stale_path, path)
     stale_path.unlink(missing_ok=True)
@@ -130,7 +130,7 @@ def remove_abandoned(path: Path) -> bool:
 
 
 def _abandoned(path: Path) -> str | None:
-    """The content of a lease whose holder is dead, "" of one that is gone; None: alive, or nobody can tell."""
+    """The content of a lease whose holder is dead, "" of one that is gone; None: alive, or it cannot be told."""
     try:
         with path.open(encoding="utf-8") as file:  # opening makes NFS ask the server
             text, touched = file.read(), os.fstat(file.fileno()).st_mtime

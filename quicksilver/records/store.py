@@ -243,7 +243,7 @@ class Store:
         return path
 
     def write_cache(self, relative: str, data: Any) -> None:
-        """`write_json` for what can be found out again: a read-only folder or a full disk stops nobody."""
+        """`write_json` for what can be found out again: a read-only folder or a full disk stops no run."""
         with suppress(QuickSilverError):
             self.write_json(relative, data)
 

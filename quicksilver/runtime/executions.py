@@ -135,7 +135,7 @@ def execute_compact(plan: LayerPlan, call: LayerCall, forward: Forward, machine:
         return keys, values
 
     if packing.width == 0:
-        # Nobody takes part: what is halted but not skipped may still have to be stored.
+        # No token is computed: what is halted but not skipped may still have to be stored.
         if store is not None and plan.layout is not None:
             store.write(plan.layout, *(join_kv(parts) for parts in zip(*halted, strict=True)))
         output = call.hidden

@@ -142,7 +142,7 @@ class TokenPolicy(RuntimeModule, ABC):
 
     @property
     def translators(self) -> Mapping[int, KVTranslator]:
-        """Who predicts the K/V of tokens that this policy halts with `missing_kv="predict"`, by the layer they halt after; a replay of
+        """What predicts the K/V of tokens that this policy halts with `missing_kv="predict"`, by the layer they halt after; a replay of
         its trace needs them."""
         return {}
 
@@ -158,7 +158,7 @@ class TokenPolicy(RuntimeModule, ABC):
 
     @property
     def precision(self) -> PrecisionExecutor | None:
-        """Who executes the widths this policy decides; None for a policy that decides none."""
+        """What executes the widths this policy decides; None for a policy that decides none."""
         return None
 
     @property

@@ -25,7 +25,7 @@ MISSING_KV: tuple[str, ...] = ("drop", "project", "copy", "zero", "predict")  # 
 
 
 class Decisions:
-    """Who takes part where, from the decisions of one pass: `PassState` while it goes on, `PassTrace` afterwards."""
+    """Which tokens take part where, from the decisions of one pass: `PassState` while it goes on, `PassTrace` afterwards."""
 
     valid: torch.Tensor
     halt_layer: torch.Tensor
@@ -331,7 +331,7 @@ class TokenState:
         mask = mask & self.active
         self._count_halt(mask, missing_kv, resume_layers, count_per_row, oldest_from)
         state.halt_layer = self._write(state.halt_layer, mask, self._layer)
-        if missing_kv != "drop" or state.kept_kv:  # nobody's later layers have seen anything else yet
+        if missing_kv != "drop" or state.kept_kv:  # else `drop` is what is written there already
             state.halted_kv = self._write(state.halted_kv, mask, MISSING_KV.index(missing_kv))
         if resume_layers:
             first = state.n_layers - resume_layers

@@ -1,4 +1,4 @@
-"""What the runtime is doing at a moment, for who takes a pass's time apart.
+"""What the runtime is doing at a moment, for a measurement that takes a pass's time apart.
 
 A function of the runtime that belongs to a phase is marked with `@phase(name)`. While an observer is registered by `observed`, it is
 told when a phase begins and ends; phases nest. Without an observer a mark costs one look at a list.
@@ -26,7 +26,7 @@ PHASES: Mapping[str, str] = {
 
 
 class PhaseObserver(Protocol):
-    """Who is told: `enter` and `leave` come in pairs, the innermost phase last in and first out."""
+    """What is told: `enter` and `leave` come in pairs, the innermost phase last in and first out."""
 
     def enter(self, phase: str) -> None: ...
 

@@ -59,7 +59,7 @@ class Ranks:
 
 
 def ranks_of(model: PreTrainedModel) -> Ranks:
-    """Among whom `model` was cut when it was loaded.
+    """The processes that `model` was cut among when it was loaded.
 
     Raises:
         UnsupportedModelError: a plan that leaves every rank all heads, heads that the ranks cannot share evenly.

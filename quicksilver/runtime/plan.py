@@ -52,7 +52,7 @@ class Packing:
         if ranges and count is not None and count < n:
             columns = torch.cat([torch.arange(start, stop, device=mask.device) for start, stop in ranges])
             return cls(columns.expand(mask.shape[0], -1), None, count, ranges)
-        if count is None and mask.shape[0] == 1:  # one row: who is chosen says how many
+        if count is None and mask.shape[0] == 1:  # one row: the chosen columns say how many
             order = mask[0].nonzero().view(1, -1)
             return cls(None, None, n) if order.shape[1] == n else cls(order, None, order.shape[1])
         if count is not None:
@@ -255,7 +255,7 @@ class LayerResult:
         output: (B, N, D) states leaving the layer, of all tokens.
         packing: as in the plan.
         work: for the ledger.
-        attended: None where nobody asked, or nobody was computed.
+        attended: None where it was not asked for, or no token was computed.
         before, after: (B, A, D) states of the packed tokens entering and leaving it, where they are at hand: else `packing` takes them.
         slots: (B, A) long of the packed tokens, likewise.
     """
@@ -275,8 +275,8 @@ class Machine:
 
     Attributes:
         arch: the model's adapter.
-        precision: who executes widths; None: nobody.
-        visibility: who sees whom.
+        precision: what executes widths; None: nothing does.
+        visibility: which tokens see which.
     """
 
     arch: Architecture
@@ -329,7 +329,7 @@ class Forward:
         padded: some column, new or cached, is padding; past_valid: (B, seen) bool, those that are not, or None.
         past_real: (B,) long, real tokens before the pass, or as many in every row; n_real: (B, 1) long, in it.
         is_prompt: nothing was cached before and there is more than one column.
-        decisions: what the modules decide. executed: what is executed: the same, or what nobody touches where they only decide.
+        decisions: what the modules decide. executed: what is executed: the same, or, where they only decide, a state that stays as it was.
         carried: where the layer before left the states of its packed tokens out of what it returned: which columns, and (B, A, D).
         predicted: K and V of later layers, of the tokens in `prediction_packing`, by source layer of their translator.
 
@@ -461,7 +461,7 @@ class Forward:
             packing = Packing.of(halted, state.known_kept(layer, "predict", source_layer - 1))
             self._prediction_packing[source_layer] = packing
         packing = self._prediction_packing[source_layer]
-        if layer in state.resume_layers:  # who takes part again has K/V of its own
+        if layer in state.resume_layers:  # a token that takes part again has K/V of its own
             still = packing.take(state.kept(layer, "predict"))
             real = still if packing.real is None else still & packing.real
             packing = self._prediction_packing[source_layer] = Packing(packing.order, real, packing.width)
@@ -522,7 +522,7 @@ class Planner:
     """Makes plans for the layers of one run.
 
     Args:
-        visibility: who sees whom.
+        visibility: which tokens see which.
         masked: everything is computed and then undone; else only what is active is computed.
         quantises: whether widths are executed.
         new_store: a cache layer of the run's kind.
@@ -577,7 +577,7 @@ class Planner:
         return replace(found, target=target, halted=halted, mlp=forward.mlp(call.layer, packing))
 
     def _arranged(self, call: LayerCall, forward: Forward, packing: Packing, halted: tuple[HaltedKV, ...]) -> LayerPlan:
-        """Where the K and V of a compact layer go and who sees them: as in the layer before where nothing has changed since, for sorting entries
+        """Where the K and V of a compact layer go and what sees them: as in the layer before where nothing has changed since, for sorting entries
         and comparing slots takes as long as a small layer's products."""
         layer, store, state = call.layer, call.store, forward.executed
         fresh = store is None or store.slots is None

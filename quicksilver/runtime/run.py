@@ -279,7 +279,7 @@ class Run:
         )  # fmt: skip
         if self.modules:
             self._check_seen(arguments, current)
-        if self._nobody_acts_in(current):
+        if self._no_module_acts_in(current):
             self._continue(arguments.get("past_key_values"), current)
 
     def _check_seen(self, arguments: dict[str, Any], current: Forward) -> None:
@@ -315,7 +315,7 @@ class Run:
         self._thread = 0
         self._pass_lock.release()
 
-    def _nobody_acts_in(self, current: Forward) -> bool:
+    def _no_module_acts_in(self, current: Forward) -> bool:
         """One new token a row, about which no module will be asked in any layer: nothing can change before the pass ends."""
         asked = any(policy.causal or policy.lookahead for policy in self.token_policies)
         return current.n == 1 and current.seen > 0 and not (asked or self._copies_kv or self._deciding.evicting)
@@ -428,7 +428,7 @@ class Run:
         """The plan, marked where its states may stay packed on their way to the next layer; what came packed and does not fit is put in.
 
         Args:
-            asked: somebody looks at the states that enter or leave the layer.
+            asked: a module looks at the states that enter or leave the layer.
         """
         compact_one = plan.way == "compact" and not asked
         if current.carried is not None and not (compact_one and plan.packing is current.carried[0]):
@@ -438,7 +438,7 @@ class Run:
         return replace(plan, carries=True) if carries else plan
 
     def _is_looked_at(self, layer: int) -> bool:
-        """Whether somebody but the next layer gets the states that leave this one: a hook, which transformers sets where a model is asked
+        """Whether anything but the next layer gets the states that leave this one: a hook, which transformers sets where a model is asked
         for its hidden states, or accelerate, which moves them."""
         if layer == self.arch.n_layers - 1:
             return True
@@ -446,7 +446,7 @@ class Run:
         return bool(here._forward_hooks or after._forward_pre_hooks) or hasattr(here, "_hf_hook") or hasattr(after, "_hf_hook")
 
     def _policies(self, layer: int, current: Forward) -> list[TokenPolicy]:
-        """Who is asked after this layer."""
+        """The modules that are asked after this layer."""
         if layer == self.arch.n_layers - 1 or (self.decision_layers is not None and layer not in self.decision_layers):
             return []
         # What a module that looks ahead knows of a prompt is legitimate; elsewhere it would be the answer (docs/design.md §3).

@@ -1,4 +1,4 @@
-"""What the runtime asks of fitted maps: who predicts the K/V of halted tokens (`missing_kv="predict"`), who stands in for an MLP."""
+"""What the runtime asks of fitted maps: one predicts the K/V of halted tokens (`missing_kv="predict"`), one stands in for an MLP."""
 
 from __future__ import annotations
 

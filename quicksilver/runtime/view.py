@@ -1,4 +1,4 @@
-"""What a module sees, one layer of one pass after it ran or the entries of one layer of the cache between two passes; and who asks it."""
+"""What a module sees, one layer of one pass after it ran or the entries of one layer of the cache between two passes; and what asks it."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class Deciding:
     Args:
         machine: of the run.
         logits: the logit lens, (K, D) -> (K, V), not counted as the model's output head.
-        merging, evicting: who is asked about the cache.
+        merging, evicting: modules that are asked about the cache.
 
     Attributes:
         counts: count what decisions of foreign modules compute; False while a clock runs, which it would slow.
@@ -206,7 +206,7 @@ class Deciding:
         """Ask `policies` about a layer that ran; returns its output (B, N, D), with merged and quantised states put in.
 
         Args:
-            watched: somebody asked to see attention, keys or `attention_output` (B, A, D).
+            watched: a module asked to see attention, keys or `attention_output` (B, A, D).
         """
         packing, state = result.packing, forward.decisions
         if packing.width == 0:

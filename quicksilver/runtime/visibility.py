@@ -1,4 +1,4 @@
-"""Who sees whom, by slot: spans, masks, and the attention that keys receive."""
+"""Which tokens see which, by slot: spans, masks, and the attention that keys receive."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Span:
 
 
 class Visibility:
-    """Who sees whom in the layers of one model.
+    """Which tokens see which in the layers of one model.
 
     Args:
         arch: the model; its spans are those of the run.

@@ -52,7 +52,7 @@ SIZES = (*((width, side, 1) for side in (24, 48) for width in (48, 96, 192, 384)
 def study(seeds: Sequence[SeedRuns], measured: Iterable[Sequence[Measured]]) -> dict[str, pd.DataFrame]:
     """Every frame but the one of times, by the name of its file; measured: the evaluations of each seed."""
     rows, found = evaluations([seed.seed for seed in seeds], measured)
-    # Loss and tokens left by training step, of the detectors that learn whom to halt and of the control.
+    # Loss and tokens left by training step, of the detectors that learn which tokens to halt and of the control.
     learning = ((seed, name, entry) for seed in seeds for name in ("control", *LEARNED) for entry in seed.train(name).curve)
     curves = pd.DataFrame([{"seed": seed.seed, "detector": name, **entry} for seed, name, entry in learning])
     made = {"gradients": gradients(seeds[0]), "scene": scene(seeds[0]), "scene_boxes": boxes(seeds[0]), "about": about(seeds)}

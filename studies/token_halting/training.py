@@ -1,4 +1,4 @@
-"""Train the detector: dense, under a policy that somebody wrote, or together with gates that learn whom to halt."""
+"""Train the detector: dense, under a written policy, or together with gates that learn which tokens to halt."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def test_an_empty_cache_may_be_brought_along_and_a_complete_one_may_leave_the_bl
 def test_a_token_after_a_thinned_prompt_goes_behind_what_is_left(
     name: str, attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Straight to its layers where nobody acts, else without a mask; logits, ledgers and facts are those of the long way, after crops and beams too."""
+    """Straight to its layers where no module acts, else without a mask; logits, ledgers and facts are those of the long way, after crops and beams too."""
     model, ids, calls = tiny.load(name, attention), torch.arange(2, 34).view(2, 16), Counter[str]()
     module = Halting(rule="capacity", signal="random", schedule="one_shot", window=(0.2, 0.8), missing_kv="drop", resume_layers=0)
     for owner, method in ((CacheLayer, "append"), (Planner, "plan")):
@@ -220,7 +220,7 @@ def test_a_token_after_a_thinned_prompt_goes_behind_what_is_left(
     quick, slots, run = decoded("compact")
     assert calls == {"append": 5 * run.arch.n_layers}
     assert run.kv_bytes.billed == run.kv_bytes.resident
-    monkeypatch.setattr(Run, "_nobody_acts_in", lambda self, current: False)
+    monkeypatch.setattr(Run, "_no_module_acts_in", lambda self, current: False)
     planned, planned_slots, planned_run = decoded("compact")
     assert calls == {"append": 5 * run.arch.n_layers, "plan": 5 * run.arch.n_layers}
     assert torch.equal(quick, planned)

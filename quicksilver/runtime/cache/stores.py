@@ -92,7 +92,7 @@ class KVLayout:
 class Storage(ABC):
     """K and V of one layer in one representation, and which entries they are.
 
-    Plain entries at the end, of which nothing but the slot is known, are counted and written down only when somebody asks.
+    Plain entries at the end, of which nothing but the slot is known, are counted, and written down only when asked for.
 
     Attributes:
         present: (B, K) bool, columns that are entries; None: all.
@@ -318,7 +318,7 @@ class DenseRows(Storage):
     def append(self, keys: torch.Tensor, values: torch.Tensor, first_slot: int) -> KV:
         if not self._n_plain:
             self._first_plain = first_slot
-        self._n_plain += keys.shape[2]  # they are written down when somebody asks
+        self._n_plain += keys.shape[2]  # they are written down when asked for
         if self.keys is None:
             self.keys, self.values = both = own(keys), own(values)
         else:  # side by side: no row is padded

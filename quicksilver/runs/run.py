@@ -251,7 +251,7 @@ class _Reporter:
 
 
 # --- running --------------------------------------------------------------------------------------------------------------------
-def _make_one(step: Planned, context: RunContext, report: _Reporter, group: str | None = None) -> None:
+def _make_one(step: Planned, context: RunContext, report: _Reporter, group: str | None) -> None:
     store, together = store_of(step.config), step.config.model.parallel is not None
     if together:
         context.model(step.config)  # from here on its processes hear each other
@@ -455,7 +455,7 @@ def _describe(step: Planned, context: RunContext, bench: Bench, calibration: Cal
     """Everything in record.json that is not a measurement."""
     from quicksilver.modules.calibration import thresholds_of
 
-    config, model, windows, identity = step.config, bench.model, bench.windows, context.identity(step.config)
+    config, model, windows = step.config, bench.model, bench.windows
     text, (files, weights_digest) = context.text(config, "test"), context.files(config)
     modules = dict(zip(sorted(config.modules), bench.modules, strict=True))
     described_model = ModelEntry(
@@ -468,17 +468,16 @@ def _describe(step: Planned, context: RunContext, bench: Bench, calibration: Cal
         windows=len(windows.ids), windows_available=windows.available, text_tokens=windows.tokens, text_bytes=len(text.text.encode()),
         no_bytes_because=windows.why_no_bytes,
     )  # fmt: skip
-    calibrated = None if calibration is None else encoded(calibration)
     return {
         "schema_version": SCHEMA_VERSION, "fingerprint": step.fingerprint, "dense_fingerprint": step.dense, "label": config.label,
         "modules": list(config.modules), "execution": config.execution, "protocol": dataclasses.asdict(config.protocol),
         "lookahead": any(module.lookahead and not module.causal for module in modules.values()),
-        "model": encoded(described_model), "data": encoded(described_data), "calibration": calibrated,
-        "tuned": calibration_provenance(identity.digests, config.dataset.name, calibrated, [files.folder]),
+        "model": encoded(described_model), "data": encoded(described_data), "calibration": None if calibration is None else encoded(calibration),
+        "tuned": calibration_provenance(context.files_read(config), config.dataset.name, calibration),
         "thresholds": {name: thresholds_of(module) for name, module in modules.items()},
         # Of modules that can compute in more than one way, how they did: an integer product may have fallen back to floats.
         "kernels": {name: module.kernel for name, module in modules.items() if module.kernel is not None},
-        "config": dataclasses.asdict(config), "identity": identity.to_json(),
+        "config": dataclasses.asdict(config), "identity": context.identity(config).to_json(),
         "package": {"version": __version__, "numerics_version": numerics.VERSION},
     }  # fmt: skip
 

@@ -10,7 +10,7 @@ import pytest
 import quicksilver.runs.run as harness_run
 from quicksilver.runs import jobs as side_by_side
 from quicksilver.runs.config import compose
-from quicksilver.runs.jobs import FAILED, Answer, Job, RecordIndex, make_job, run_context, run_missing
+from quicksilver.runs.jobs import FAILED, Job, RecordIndex, make_job, run_context, run_missing
 from quicksilver.runs.tracker import NotMirrored
 from quicksilver.runtime.errors import ConfigError, QuickSilverError, UnavailableError
 
@@ -71,7 +71,7 @@ def test_what_files_of_the_user_s_decide_is_not_remembered_by_the_words_alone(wo
             config,
             modules={"predicted_kv": {"_target_": "quicksilver.modules.PresetHalting", "schedule": f"{tmp_path}/own.yaml"}},
         )
-    answers.put(words, config, Answer(rows[0].record))
+    answers.put(words, config, fingerprint=rows[0].record.fingerprint)
     assert answers.get(words) is None
 
 

@@ -77,13 +77,13 @@ class Reproduce(MakesRuns):
         every = [job for jobs in work.values() for job in jobs]
         missing = [job.config for job in every if job.config is not None]
         if missing or self.plan:
-            from quicksilver.runs.estimate import check_time, estimates, not_here, table, without_record
+            from quicksilver.runs.estimate import check_time, estimates, table, without_record
 
             if self.plan:
-                left, refused = without_record(missing), [job for job in every if job.error is not None]
+                (left, absent), refused = without_record(missing), [job for job in every if job.error is not None]
                 rows = {id(job.config): job.name for job in every}
                 if left or not refused:
-                    print(table(estimates(left, differing=[rows[id(one)] for one in left]), not_here(left)), flush=True)
+                    print(table(estimates(left, differing=[rows[id(one)] for one in left]), absent), flush=True)
                 explain(refused, "No run of")
                 return 1 if refused else 0
             check_time(missing, self.yes)

@@ -61,11 +61,16 @@ class RunContext:
         self._dense: tuple[str, DensePasses] | None = None
 
     def _once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """What `make` gave when it was first asked for this key."""
+        """What `make` gave, or how it failed, when it was first asked for this key."""
         if key not in self._found:
-            self._found[key] = make()
-        found: T = self._found[key]
-        return found
+            try:
+                self._found[key] = make()
+            except QuickSilverError as error:
+                self._found[key] = error  # a hub that does not answer is not asked for every run
+        found = self._found[key]
+        if isinstance(found, QuickSilverError):
+            raise found
+        return cast(T, found)
 
     def text(self, config: RunConfig, part: Part) -> Text:
         """The text that is scored (`test`: the part that dataset.part names) or that calibrates."""

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from quicksilver.data.spec import MADE_HERE
 from quicksilver.records.record import Record
 from quicksilver.records.store import KEPT, Store, read_object
+from quicksilver.runs.choices import choices, config_dir
 from quicksilver.runtime.errors import ConfigError, QuickSilverError, UnavailableError
 
 if TYPE_CHECKING:
@@ -87,7 +88,6 @@ def make_job(name: str, overrides: Sequence[str], needs: Sequence[str], answers:
     if known is not None and (any(known) or not to_run):
         job.record, job.reason = known
         return job
-    from quicksilver.runs.choices import choices
     from quicksilver.runs.config import compose
     from quicksilver.runs.parts import build_modules
 
@@ -248,7 +248,7 @@ class RecordIndex:
 
     def _below(self, overrides: Sequence[str], names: Any) -> str | None:
         """The stamp of files below data.root; None: it is not set, or one of them is not there."""
-        given = (word.partition("=")[2] for word in overrides if word.startswith("data.root="))
+        given = (word.partition("=")[2] for word in reversed(overrides) if word.startswith("data.root="))
         root = next(given, os.environ.get("QUICKSILVER_DATA"))
         if not (root and names) or not all((Path(root).expanduser() / str(name)).exists() for name in names):
             return None
@@ -280,9 +280,8 @@ def _stamp() -> str:
     """A hash that changes with any file of the package or of conf/, and with Python's version, whose documentation is the embedded text; the
     same in every clone."""
     whole = hashlib.sha256(sys.version.encode())
-    conf = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
     # What decides about an answer, weights included, by names that are the same wherever the package lies.
-    places = ((_PACKAGE, "*.py"), (_PACKAGE / "models" / "reference", "*"), (conf, "*.yaml"))
+    places = ((_PACKAGE, "*.py"), (_PACKAGE / "models" / "reference", "*"), (config_dir(), "*.yaml"))
     paths = [(folder, path) for folder, pattern in places for path in folder.rglob(pattern) if path.is_file()]
     files = {f"{folder.name}/{path.relative_to(folder).as_posix()}": path for folder, path in paths}
     for name, path in sorted(files.items()):

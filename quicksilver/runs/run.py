@@ -375,17 +375,24 @@ def _now() -> str:
 def _measured(bench: Bench, step: Planned, store: Store, draft: Draft, report: _Reporter) -> dict[str, Any]:
     """What goes into record.json of measurements, and the files behind it. records=checked reuses committed quality
     results after checking the first windows here."""
-    measurements = build_measurements(step.config.measure)
+    measurements, before, seen = build_measurements(step.config.measure), _LOADING + _CALIBRATING, set[str]()
+
+    def tell(phase: str, share: float) -> None:
+        if phase not in seen:
+            seen.add(phase)
+            draft.event(phase)
+        report(phase, before + (1 - before) * share, bench.scored)
+
     checked, found = step.config.records == "checked", None
     if there := of_repository(step.config.results_dir, step.fingerprint, measurements) if checked else None:
         draft.event("confirm")
-        report("confirm", _LOADING + _CALIBRATING)
+        report("confirm", before)
         found = confirm(there, bench)
     if there and found and found.agrees:
         timed = {name: one for name, one in measurements.items() if one.timed}
-        scalars = copy_committed_results(there, draft) | _measure(bench, timed, draft, report)
+        scalars = copy_committed_results(there, draft) | measured_scalars(bench, timed, tell)
     else:
-        scalars = _measure(bench, measurements, draft, report)
+        scalars = measured_scalars(bench, measurements, tell)
         if dense := store.get(step.dense) if step.dense is not None else None:
             # What every table compares with, so that a record can be read alone; no times: dense was timed in the same run.
             scalars |= {f"dense_{name}": value for name, value in encoded(DenseTotals.of(dense.quality)).items()}
@@ -398,19 +405,6 @@ def _measured(bench: Bench, step: Planned, store: Store, draft: Draft, report: _
             draft.write(name, write)
     draft.event("measured")
     return scalars if found is None else scalars | {"confirmed": dataclasses.asdict(found)}
-
-
-def _measure(bench: Bench, measurements: Mapping[str, Measurement], draft: Draft, report: _Reporter) -> dict[str, Any]:
-    """Every one of these measurements; returns what goes into record.json."""
-    before, seen = _LOADING + _CALIBRATING, set()
-
-    def tell(phase: str, share: float) -> None:
-        if phase not in seen:
-            seen.add(phase)
-            draft.event(phase)
-        report(phase, before + (1 - before) * share, bench.scored)
-
-    return measured_scalars(bench, measurements, tell)
 
 
 def measured_scalars(

@@ -289,10 +289,7 @@ def _versus(name: str, record: Record, other: Record, column: str = "") -> Itera
 
 def beside(record: Record, other: Record) -> str:
     """A record against another one of the same text and protocol, window by window.
-
-    Raises:
-        ConfigError: they scored different text, or fewer than 8 windows.
-    """
+    Raises ConfigError: they scored different text, or fewer than 8 windows."""
     from quicksilver.measure.latency import LatencyResult
 
     def saved(ledger: Ledger) -> str:

@@ -300,12 +300,8 @@ def _make(board: Board, composed: Composed, asked: SweepOptions, settings: DictC
 
 @dataclass(frozen=True)
 class Worker:
-    """What a launcher's worker does: it takes runs of a sweep until none is left. Sent to it by its name and these values.
-
-    Attributes:
-        wanted: numbers of the runs.
-        shard: of `claimed`.
-    """
+    """What a launcher's worker does: it takes the runs of a sweep with the `wanted` numbers until none is left; `shard` as in `claimed`. Sent to it by
+    its name and these values."""
 
     results_dir: str
     name: str

@@ -25,10 +25,7 @@ def key(shape: str, said: str, default: Any = None, *, factory: Callable[[], Any
 @dataclass
 class Command(Options):
     """A command: the docstring is its help, the fields are its keys, and `main` does what was asked for.
-
-    Raises:
-        ConfigError: a value of another type, or out of range.
-    """
+    Raises ConfigError: a value of another type, or out of range."""
 
     # Words that are no key of its own: `keys`, none; `run`, keys of a run, which are checked; `all`, whatever there is.
     takes: ClassVar[Literal["keys", "run", "all"]] = "keys"
@@ -38,12 +35,8 @@ class Command(Options):
     overrides: list[str] = field(init=False, default_factory=list)  # all others
 
     def main(self) -> int:
-        """Do it; returns the exit code.
-
-        Raises:
-            ConfigError: what is asked for makes no sense: something that is not there, or that is refused.
-            QuickSilverError: a run failed, or something cannot be had.
-        """
+        """Do it; returns the exit code. Raises ConfigError: what is asked for makes no sense: something that is not there, or that is
+        refused. QuickSilverError: a run failed, or something cannot be had."""
         raise NotImplementedError
 
     @classmethod
@@ -59,10 +52,7 @@ class Command(Options):
     @classmethod
     def parsed(cls, words: Sequence[str], command: str) -> Self:
         """The command with what `words` say.
-
-        Raises:
-            ConfigError: a word that is no key=value, a key that neither the command nor a run has, a value of another type.
-        """
+        Raises ConfigError: a word that is no key=value, a key that neither the command nor a run has, a value of another type."""
         own, given = cls.own_keys(), dict[str, Any]()
         names, overrides = list[str](), list[str]()
         for word in searching(words) if cls.takes == "run" else words:
@@ -157,10 +147,7 @@ def first_part(name: str) -> str:
 
 def searching(words: Sequence[str]) -> list[str]:
     """The words, with each `--config-dir FOLDER` as Hydra's key for it, which a run is composed with.
-
-    Raises:
-        ConfigError: there is no such folder.
-    """
+    Raises ConfigError: there is no such folder."""
     found, left = list[str](), list(words)
     while left:
         option, equals, folder = left.pop(0).partition("=")

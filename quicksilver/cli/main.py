@@ -62,7 +62,7 @@ def commands(below: str = "") -> list[str]:
 def load(name: str) -> type[Command]:
     """The class of a command."""
     if name not in COMMANDS:
-        known = [one for one in COMMANDS if one.startswith("dev ") == (name.split()[0] == "dev")]
+        known = [one for one in COMMANDS if one.startswith("dev ") == name.startswith("dev ")]
         close = " or ".join(difflib.get_close_matches(name, known, n=2))
         hint = f"Did you mean {close}? " if close else ""
         raise ConfigError(f"There is no command {name}. {hint}Commands: {', '.join(known)}.")

@@ -8,9 +8,9 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quicksilver.cli.main import fault_of_own_file, say
 from quicksilver.runtime.errors import ConfigError, QuickSilverError, installing
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from quicksilver.runs.run import Planned, Progress
 
 
+T = TypeVar("T")
 SAYS_EVERY_S = 60.0  # in a log
 
 
@@ -142,13 +143,11 @@ def watched(steps: Sequence[Planned]) -> Iterator[Callable[[Progress], None]]:
         yield show
 
 
-@contextmanager
-def counted(total: int, what: str) -> Iterator[Callable[[], None]]:
-    """A bar over `total` steps on a terminal, gone at the end; the block calls what it is given after each step."""
+def counted(steps: Collection[T], what: str) -> Iterable[T]:
+    """The steps, under a bar on a terminal that is gone at the end."""
     from tqdm import tqdm
 
-    with tqdm(total=total, desc=what, file=sys.stderr, disable=None, leave=False, delay=0.5) as bar:
-        yield lambda: bar.update() and None
+    return tqdm(steps, desc=what, file=sys.stderr, disable=None, leave=False, delay=0.5)
 
 
 _SAID_APART = ("quality", "null_control", "latency", "flops")
@@ -290,10 +289,7 @@ def _versus(name: str, record: Record, other: Record, column: str = "") -> Itera
 
 def beside(record: Record, other: Record) -> str:
     """A record against another one of the same text and protocol, window by window.
-
-    Raises:
-        ConfigError: they scored different text, or fewer than 8 windows.
-    """
+    Raises ConfigError: they scored different text, or fewer than 8 windows."""
     from quicksilver.measure.latency import LatencyResult
 
     def saved(ledger: Ledger) -> str:

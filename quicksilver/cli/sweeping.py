@@ -29,14 +29,13 @@ from quicksilver.cli.progress import SAYS_EVERY_S, gc_disabled, log, progress_ba
 from quicksilver.models import parallel
 from quicksilver.models.loading import check_fits
 from quicksilver.models.spec import ModelConfig
-from quicksilver.modules.calibration import Calibrated
 from quicksilver.records import lease
 from quicksilver.report.sweep_status import Board
 from quicksilver.runs import optuna_sweep as studies
 from quicksilver.runs.choices import explain
 from quicksilver.runs.config import RunConfig, check_words, compose, hydra_started, is_swept, modules_of, with_settings
-from quicksilver.runs.context import RunContext
-from quicksilver.runs.estimate import check_time, duration, estimates, not_here, table, without_record
+from quicksilver.runs.context import RunContext, asks_for_calibration
+from quicksilver.runs.estimate import check_time, duration, estimates, table, without_record
 from quicksilver.runs.launchers import HERE, SERIAL, check_launcher, launch, launcher_name, workers_of
 from quicksilver.runs.parts import build_modules
 from quicksilver.runs.run import Plan, Progress, check_shared, make, parts_of, plan
@@ -115,13 +114,12 @@ def _print_plan(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequ
         try:
             config = compose(words_of_run, extra_dirs)
             for module in build_modules(config.modules):
-                if isinstance(module, Calibrated):
-                    module.calibration_signals()
+                asks_for_calibration(module)  # refuses a threshold that is no percentile
         except ConfigError as error:
             say(_failure(f"[{number}/{len(swept)}] {label}", error))
         else:
             configs[label] = config
-    left = without_record([*configs.values()])
+    left, absent = without_record([*configs.values()])
     unmade = {id(config) for config in left}
     if done := len(configs) - len(left):
         print(f"{done} of {len(swept)} runs {'have their records' if done > 1 else 'has its record'}.")
@@ -130,7 +128,7 @@ def _print_plan(overrides: Sequence[str], settings: DictConfig, extra_dirs: Sequ
     options = [label for label, config in configs.items() if id(config) in unmade]
     elsewhere = launcher not in HERE or any(config.model.device_map != "cpu" for config in left)
     if left or len(configs) == len(swept):
-        print(table(estimates(left, differing=options), not_here(left), workers, elsewhere))
+        print(table(estimates(left, differing=options), absent, workers, elsewhere))
         if launcher in HERE and launcher != SERIAL:
             print("The time is that of one process. Workers on this machine share its processors.")
     else:
@@ -302,20 +300,15 @@ def _make(board: Board, composed: Composed, asked: SweepOptions, settings: DictC
 
 @dataclass(frozen=True)
 class Worker:
-    """What a launcher's worker does: it takes runs of a sweep until none is left. Sent to it by its name and these values.
-
-    Attributes:
-        wanted: numbers of the runs.
-        shard: of `claimed`.
-    """
+    """What a launcher's worker does: it takes the runs of a sweep with the `wanted` numbers until none is left; `shard` as in `claimed`. Sent to it by
+    its name and these values."""
 
     results_dir: str
     name: str
     wanted: tuple[int, ...]
     shard: bool = False
 
-    def __call__(self, _: Any = None) -> int:
-        """Returns how many runs the sweep has left."""
+    def __call__(self, _: Any = None) -> None:
         try:
             sweep = Sweep.load(self.results_dir, self.name)
         except ConfigError as error:
@@ -336,7 +329,6 @@ class Worker:
                     place.model(config)
             runs = claimed(sweep, self.wanted, board.catch_up, shard=self.shard)
             work_through(board, plan_of, runs, len(self.wanted), shown=False)
-        return sum(state.state in ("waiting", "running") for state in sweep.states())
 
 
 @contextmanager

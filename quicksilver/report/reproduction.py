@@ -14,7 +14,7 @@ from quicksilver.files import write_files
 from quicksilver.records.store import KEPT
 from quicksilver.report.artefacts import Artefact, Outcome, Row, artefacts
 from quicksilver.report.table import markdown, read
-from quicksilver.runs.jobs import FAILED, Answer, Job, RecordIndex, make_job
+from quicksilver.runs.jobs import FAILED, Job, RecordIndex, make_job
 from quicksilver.runtime.errors import ConfigError, QuickSilverError
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def recorded(
             if job.config is not None:
                 fingerprint = job.planned(place or RunContext()).wanted[0].fingerprint
                 job.record = store.get(fingerprint)
-                answers.put(job.overrides, job.config, Answer(job.record, fingerprint=fingerprint))
+                answers.put(job.overrides, job.config, fingerprint=fingerprint)
             found.append(_sound(row, job, store))
         except QuickSilverError as error:
             job.record = None

@@ -198,13 +198,8 @@ def hydra_started(extra_dirs: Sequence[Path] = ()) -> Iterator[Hydra]:
 
 
 def composed(overrides: Sequence[str], extra_dirs: Sequence[Path] = ()) -> DictConfig:
-    """The config of one run as Hydra composes it, without the section `hydra`; the caller's own copy. Raises ConfigError: an
-    unknown key or choice (with a suggestion), a value of the wrong type.
-
-    Args:
-        overrides: words that Hydra can read, as `quoted` makes them.
-        extra_dirs: folders of the user's own that are searched before conf/.
-    """
+    """The config of one run as Hydra composes it of words that `quoted` made, without the section `hydra`; the caller's own copy. Folders of the user's
+    own are searched before conf/. Raises ConfigError: an unknown key or choice (with a suggestion), a value of the wrong type."""
     folders, stamp = tuple(extra_dirs), files_stamp(extra_dirs)
     try:
         values = [override for override in map(parsed, overrides) if _is_value(override)]

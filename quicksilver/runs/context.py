@@ -14,9 +14,9 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -28,9 +28,9 @@ from quicksilver.data.spec import DatasetConfig, Part
 from quicksilver.data.tasks import TaskExamples, read_task
 from quicksilver.data.text import Text, read_text
 from quicksilver.measure.measurement import Mistyped, decoded, encoded
-from quicksilver.models.loading import EMBEDDED, Loaded, ModelFiles, load, locate, weights_digest
+from quicksilver.models.loading import Loaded, ModelFiles, load, locate, weights_digest
 from quicksilver.models.spec import ATTENTION, ModelConfig
-from quicksilver.records.identity import EnvironmentEntry, Identity, foreign_sources
+from quicksilver.records.identity import CalibrationEntry, EnvironmentEntry, Identity, foreign_sources
 from quicksilver.records.store import Store, read_object
 from quicksilver.runs.config import RunConfig
 from quicksilver.runs.parts import build_measurements, build_modules, is_on, measurement_class, module_class, named_class
@@ -61,11 +61,16 @@ class RunContext:
         self._dense: tuple[str, DensePasses] | None = None
 
     def _once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """What `make` gave when it was first asked for this key."""
+        """What `make` gave, or how it failed, when it was first asked for this key."""
         if key not in self._found:
-            self._found[key] = make()
-        found: T = self._found[key]
-        return found
+            try:
+                self._found[key] = make()
+            except QuickSilverError as error:
+                self._found[key] = error  # a hub that does not answer is not asked for every run
+        found = self._found[key]
+        if isinstance(found, QuickSilverError):
+            raise found
+        return cast(T, found)
 
     def text(self, config: RunConfig, part: Part) -> Text:
         """The text that is scored (`test`: the part that dataset.part names) or that calibrates."""
@@ -173,6 +178,7 @@ class RunContext:
         return self._once(("identity", _key(config)), lambda: self._identity(config))
 
     def _identity(self, config: RunConfig) -> Identity:
+        from quicksilver.modules.calibration import Calibration
         from quicksilver.runtime.quantized.kernels import ChoosesKernels
 
         modules, text = build_modules(config.modules), self.text(config, "test")
@@ -189,7 +195,16 @@ class RunContext:
                 ways = "Give another text as dataset.files.calibration, or numbers for the thresholds"
                 purpose = "dataset.part=calibration scores the calibrating part on purpose."
                 raise ConfigError(f"dataset={config.dataset.name}: {said}. {ways}; {purpose}")
-        digests |= self._files_read(config)
+        for key, path in self.files_read(config).items():
+            option, name = key.split(".")[:2]
+            try:
+                digests[key] = hashlib.sha256(read_bytes(path)).hexdigest()
+                if option == "calibration":
+                    Calibration.load(path)  # a damaged file is refused before anything runs
+            except OSError as error:
+                raise ConfigError(f"modules.{name}.{option}={path} cannot be read: {error.strerror}.") from error
+            except ConfigError as error:
+                raise ConfigError(f"modules.{name}.calibration: {error}") from error
         for name, module in zip(sorted(config.modules), modules, strict=True):
             if isinstance(module, ChoosesKernels) and module.measures:
                 digests[f"kernels.{name}"] = self.kernel_choices(config).digest
@@ -198,30 +213,24 @@ class RunContext:
         classes += filter(None, [_adapter(config)])
         return Identity(config.identity(), digests, foreign_sources(classes), numerics.VERSION)
 
-    def _files_read(self, config: RunConfig) -> dict[str, str]:
-        """Digests of the files that modules and measurements read: calibrations, maps, schedules, gates, lenses."""
-        from quicksilver.modules.calibration import Calibration
+    def files_read(self, config: RunConfig) -> dict[str, Path]:
+        """The files that modules and measurements read: calibrations, maps, schedules, gates, lenses. By the names that their digests have in an
+        identity, such as `predicted_kv.NAME.schedules.yaml`."""
         from quicksilver.modules.fitted import lens_files
         from quicksilver.modules.learned_halting import gate_files
         from quicksilver.modules.linear_mlp import mlp_map_files
         from quicksilver.modules.staged_halting import schedule_files
 
-        digests, folder = {}, self.files(config)[0].folder
+        found, folder = dict[str, Path](), self.files(config)[0].folder
+        read = {"predicted_kv": schedule_files, "tuned_lens": lens_files, "gates": gate_files, "linear_mlp": mlp_map_files}
         for name, entry in config.modules.items():
             if (path := entry.get("calibration")) is not None:
-                digests[f"calibration.{name}"] = _file_digest(name, path, "calibration")
-                try:
-                    Calibration.load(path)  # a damaged file is refused before anything runs
-                except ConfigError as error:
-                    raise ConfigError(f"modules.{name}.calibration: {error}") from error
-            read = {"predicted_kv": schedule_files, "tuned_lens": lens_files, "gates": gate_files, "linear_mlp": mlp_map_files}
-            for kind, path in ((kind, path) for kind, files in read.items() for path in files(entry, folder)):
-                digests[f"{kind}.{name}.{path.name}"] = _file_digest(name, path, kind)
+                found[f"calibration.{name}"] = Path(path)
+            found |= {f"{kind}.{name}.{path.name}": path for kind, files in read.items() for path in files(entry, folder)}
         for name, measurement in build_measurements(config.measure).items():
             for beside in measurement.reads:
-                for path in sorted((folder / beside).glob("*.safetensors")):
-                    digests[f"{beside}.{name}.{path.name}"] = _file_digest(name, path, beside)
-        return digests
+                found |= {f"{beside}.{name}.{path.name}": path for path in sorted((folder / beside).glob("*.safetensors"))}
+        return found
 
 
 def _adapter(config: RunConfig) -> type[Architecture] | None:
@@ -249,13 +258,6 @@ def _key(config: ModelConfig | DatasetConfig | RunConfig) -> str:
     return json.dumps(dataclasses.asdict(config), sort_keys=True)
 
 
-def _file_digest(name: str, path: Path | str, option: str) -> str:
-    try:
-        return hashlib.sha256(read_bytes(Path(path))).hexdigest()
-    except OSError as error:
-        raise ConfigError(f"modules.{name}.{option}={path} cannot be read: {error.strerror}.") from error
-
-
 def timed_measurements(config: RunConfig) -> list[str]:
     """Names of the measurements of a run that read a clock."""
     return [name for name, measurement in build_measurements(config.measure).items() if measurement.timed]
@@ -269,41 +271,28 @@ def asks_for_calibration(module: Any) -> bool:
 
 
 # --- what was set before a run, and on which texts --------------------------------------------------------------------------------
-BESIDE = ("predicted_kv", "learned_halting", "tuned_lens", "linear_mlp")  # folders of fitted files beside a model
 THRESHOLDS = "thresholds"
-_OF_FILES = ("predicted_kv", "gates", "tuned_lens", "linear_mlp")  # what their digests in an identity begin with
 Texts = dict[str, int]  # name of a text -> windows of its calibrating part
 
 
-def calibration_provenance(
-    digests: Mapping[str, str], dataset: str, calibration: Mapping[str, Any] | None, folders: Iterable[Path] = ()
-) -> dict[str, Texts]:
-    """What was set -> on which texts; empty: nothing was. Every fitted file says what it was made on, and an identity has its digest.
+def calibration_provenance(files: Mapping[str, Path], dataset: str, calibration: CalibrationEntry | None) -> dict[str, Texts]:
+    """What was set -> on which texts; empty: nothing was.
 
     Args:
-        digests: of the run's identity.
+        files: `RunContext.files_read`; every fitted one says what it was made on.
         dataset: name of the run's text, whose calibrating part percentiles are taken from.
-        calibration: the record's entry; None: the run was not calibrated.
-        folders: further models' folders with such files; those of the package are always looked into.
+        calibration: None: the run was not calibrated.
 
     Returns:
-        Files under their names (`predicted_kv/schedules.yaml`), percentiles and what is fitted when a run begins under `thresholds`. A file that is
-        nowhere any more has no texts.
+        Files under their names (`predicted_kv/schedules.yaml`), percentiles and what is fitted when a run begins under `thresholds`.
     """
-    known = _of_package() | _by_digest(folders)
-    found: dict[str, Texts] = {}
-    for key, digest in sorted(digests.items()):
-        kind, _, rest = key.partition(".")
-        if kind in _OF_FILES:
-            found[f"{kind}/{rest.partition('.')[2]}"] = texts_of(known[digest]) if digest in known else {}
-    if calibration is not None:
-        found[THRESHOLDS] = {dataset: int(calibration["windows"])}
-    return found
+    kinds = {key: key.partition(".")[0] for key in sorted(files)}
+    found = {f"{kind}/{files[key].name}": texts_of(files[key]) for key, kind in kinds.items() if kind != "calibration"}
+    return found if calibration is None else {**found, THRESHOLDS: {dataset: calibration.windows}}
 
 
 def texts_of(path: Path) -> Texts:
-    """The texts that a file of maps, schedules, gates or a lens was made on, with how many windows of each.
-    Raises ConfigError: the file does not say."""
+    """The texts that a file of maps, schedules, gates or a lens was made on, with how many windows of each; of a file that does not say, none."""
     try:
         if path.suffix == ".yaml":
             windows = yaml.safe_load(path.read_text(encoding="utf-8"))["chosen_on"]["windows"]
@@ -314,18 +303,8 @@ def texts_of(path: Path) -> Texts:
             provenance = parse_json(file.metadata()["quicksilver"])["provenance"]
         texts = (provenance if "texts" in provenance else provenance["text"])["texts"]
         return {str(name): int(entry["windows"]) for name, entry in texts.items()}
-    except (KeyError, TypeError, AttributeError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} does not say which text it was made on ({type(error).__name__}: {error}).") from error
-
-
-@cache
-def _of_package() -> dict[str, Path]:
-    return _by_digest(path for path in EMBEDDED.glob("*") if path.is_dir())
-
-
-def _by_digest(folders: Iterable[Path]) -> dict[str, Path]:
-    paths = (path for folder in folders for beside in BESIDE for path in sorted((folder / beside).glob("*")))
-    return {hashlib.sha256(path.read_bytes()).hexdigest(): path for path in paths if path.suffix in (".yaml", ".safetensors")}
+    except (KeyError, TypeError, AttributeError, ValueError, yaml.YAMLError):
+        return {}
 
 
 # --- precision=fastest: the plain number format and attention in which a prompt of this model takes least time on this machine ----------
@@ -419,18 +398,18 @@ def format_times_ms(model: PreTrainedModel, prompt_tokens: int) -> dict[str, flo
     ids = torch.randint(model.config.vocab_size, size, generator=torch.Generator().manual_seed(0)).to(model.device)
     steps = {}
     with ExitStack() as opened, torch.inference_mode():
-        for number_format, module in FORMATS.items():
-            for attention in ATTENTION:
-                copy = shared_weight_copy(model)
-                try:
-                    opened.enter_context(attention_function(copy, attention))
-                    opened.enter_context(apply(copy, build_modules(dict([module_entry(module)])) if module else []))
-                    copy(ids)
-                except (QuickSilverError, RuntimeError, NotImplementedError) as error:  # no such kernel on this device
-                    if f"{number_format} {attention}" == PLAIN:
-                        raise ConfigError(f"precision=fastest: the model does not run in {PLAIN}: {error}") from error
-                    continue
-                steps[f"{number_format} {attention}"] = partial(copy, ids)
+        for name in CANDIDATES:
+            number_format, attention = name.split()
+            module, copy = FORMATS[number_format], shared_weight_copy(model)
+            try:
+                opened.enter_context(attention_function(copy, attention))
+                opened.enter_context(apply(copy, build_modules(dict([module_entry(module)])) if module else []))
+                copy(ids)
+            except (QuickSilverError, RuntimeError, NotImplementedError) as error:  # no such kernel on this device
+                if name == PLAIN:
+                    raise ConfigError(f"precision=fastest: the model does not run in {PLAIN}: {error}") from error
+                continue
+            steps[name] = partial(copy, ids)
         timed = alternate(steps, warmup=1, repeats=ROUNDS, device=model.device, control=False)
     return {name: samples.median for name, samples in timed.items()}
 

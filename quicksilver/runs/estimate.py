@@ -11,7 +11,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -39,14 +39,6 @@ _BYTES_PER_TOKEN = 4  # of English
 _SLOWEST = 1e10  # floating-point operations a second: less than any machine that is used for this
 _SAMPLES, _SAMPLE_S = 4, 0.25  # of the speed, with pauses: a shared processor gave 95 and 280 GFLOP/s within seconds
 _VARIANTS = 2  # that take turns while time is taken: dense and the run; dense ends the last round too
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Floating-point operations a second of a large matrix product, in the model's dtype on its device: the median of some samples."""
-
-    flops_per_s: float
-    device: str
 
 
 @dataclass(frozen=True)
@@ -109,8 +101,9 @@ def _config_folder(config: ModelConfig, root: Path | None) -> Path:
     raise ConfigError(f"model={config.name}: {gone}. {give}. Known without: {known}.")
 
 
-def measured_speed(dtype: str, device_map: str) -> Speed:
-    """The speed of a matrix product of 1024 x 1024 numbers, eight times as wide on a GPU, in short samples."""
+def measured_flops_per_s(dtype: str, device_map: str) -> float:
+    """Floating-point operations a second of a product of two matrices of 1024 x 1024 numbers, eight times as wide on a GPU: the median of short
+    samples."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() and device_map != "cpu" else "cpu"
@@ -126,7 +119,7 @@ def measured_speed(dtype: str, device_map: str) -> Speed:
             calls += 1
         took_s.append((time.perf_counter() - began) / calls)
         time.sleep(_SAMPLE_S)
-    return Speed(2 * size**3 / statistics.median(took_s), device)
+    return 2 * size**3 / statistics.median(took_s)
 
 
 def window_flops(arch: Architecture, tokens: int) -> int:
@@ -136,8 +129,8 @@ def window_flops(arch: Architecture, tokens: int) -> int:
     return arch.n_layers * LayerWork(1, tokens, None).flops(arch) + head_flops(arch, tokens).executed
 
 
-def estimate(config: RunConfig, arch: Architecture, speed: Speed, windows: int) -> Estimate:
-    """What one run takes, at that speed; `windows`: how many it scores. A pass over the calibration text is not counted."""
+def estimate(config: RunConfig, arch: Architecture, flops_per_s: float, windows: int) -> Estimate:
+    """What one run takes, at that speed of large products; `windows`: how many it scores. A pass over the calibration text is not counted."""
     import torch
 
     from quicksilver.measure.perplexity import BLOCK_WINDOWS
@@ -154,7 +147,7 @@ def estimate(config: RunConfig, arch: Architecture, speed: Speed, windows: int) 
     logits = (2 if config.modules else 1) * tokens * arch.vocab_size * 4
     states = 8 * tokens * arch.width * 4
     record = windows * protocol.window_tokens * arch.n_layers * _TRACE_BYTES if config.modules else 0
-    seconds = flops / (_MATMUL_SHARE * speed.flops_per_s)
+    seconds = flops / (_MATMUL_SHARE * flops_per_s)
     block = min(windows, max(BLOCK_WINDOWS, protocol.batch_size)) * (2 if config.modules else 1)
     at_risk = seconds / passed * max(block, passed - windows_passed(config, windows, in_blocks=True)) + _RUN_S
     calibrates = any(isinstance(one, Calibrated) and one.calibration_signals() for one in build_modules(config.modules))
@@ -189,43 +182,31 @@ def windows_passed(config: RunConfig, windows: int, *, in_blocks: bool = False) 
 
 
 # --- of several runs ------------------------------------------------------------------------------------------------------------
-def without_record(configs: Sequence[RunConfig]) -> list[RunConfig]:
-    """Those that would run; of what is not at hand, weights or text, nothing can have been run."""
+def without_record(configs: Sequence[RunConfig]) -> tuple[list[RunConfig], list[str]]:
+    """Those that would run, and the models and texts among theirs that are not on this machine, `dataset=gum`: of these nothing can have been run."""
     from quicksilver.runs.run import plan
 
-    context = RunContext()
-
-    def done(config: RunConfig) -> bool:
-        with suppress(QuickSilverError), nothing_fetched():
-            return plan([config], context).done
-        return False
-
-    return [config for config in configs if not done(config)]
-
-
-def not_here(configs: Sequence[RunConfig]) -> list[str]:
-    """`dataset=gum`: models and texts that are not on this machine, as the command line names them."""
-    from quicksilver.runs.run import plan
-
-    found, context = dict[str, None](), RunContext()
-    for config in {(one.model.name, one.dataset.name): one for one in configs}.values():
+    left, absent, context = list[RunConfig](), dict[str, None](), RunContext()
+    for config in configs:
         try:
             with nothing_fetched():
-                plan([config], context)
+                if plan([config], context).done:
+                    continue
         except QuickSilverError as error:
             name = str(error).partition(":")[0]
-            found |= {one: None for one in (f"model={config.model.name}", f"dataset={config.dataset.name}") if one == name}
-    return [*found]
+            absent |= {one: None for one in (f"model={config.model.name}", f"dataset={config.dataset.name}") if one == name}
+        left.append(config)
+    return left, [*absent]
 
 
 def estimates(
-    configs: Sequence[RunConfig], speed: Speed | None = None, *, fetch: bool = False, differing: Sequence[str] = ()
+    configs: Sequence[RunConfig], flops_per_s: float | None = None, *, fetch: bool = False, differing: Sequence[str] = ()
 ) -> list[Estimate]:
     """What each run takes, the dense runs they are compared with included. Raises ConfigError: a shape that is not known, options
     or a protocol that the run would refuse, or a text that is to be scored whole and is not at hand.
 
     Args:
-        speed: of the machine; None: it is measured.
+        flops_per_s: of large products on this machine; None: it is measured.
         fetch: a text may be fetched, to know how long it is.
         differing: for each config, the options in which it differs from the others: they stand before its label.
     """
@@ -234,21 +215,22 @@ def estimates(
     said = {id(config): words for config, words in zip(configs, differing, strict=False) if words}
     predicted, calibrated = set[str](), set[str]()
     shapes: dict[str, Architecture] = {}
-    rate, context, found = cache(measured_speed), RunContext(), list[Estimate]()
+    rate, found = cache(measured_flops_per_s), list[Estimate]()
+    contexts = {True: RunContext(), False: RunContext()}  # what cannot be had unless it is fetched, another may fetch
     both = [step for config in configs for step in (config.dense(), *([config] if config.modules else []))]
     steps = {json.dumps([step.identity(), step.model.path], sort_keys=True, default=str): step for step in both}  # each once
-    dense = without_record([step for step in steps.values() if not step.modules])
+    dense, _ = without_record([step for step in steps.values() if not step.modules])
     for config in (step for step in steps.values() if step.modules or step in dense):
         check_allowed_by_protocol(config)
         model, root = config.model, Path(config.data.root).expanduser() if config.data.root else None
         if (key := f"{model.name} {model.path} {model.dtype}") not in shapes:
             shapes[key] = shape_of(model, root)
-        windows = config.dataset.windows or _whole(config, context, fetch)
+        windows = config.dataset.windows or _whole(config, contexts, fetch)
         if config.dataset.reader not in ("task", "far-copy", "far-recall"):
             with suppress(QuickSilverError):
-                there = _whole(config, context, fetch=False)
+                there = _whole(config, contexts, fetch=False)
                 windows = there if windows > 2 * there else windows  # else it may be the number of bytes a token that is wrong
-        one = estimate(config, shapes[key], speed or rate(model.dtype, model.device_map), windows)
+        one = estimate(config, shapes[key], flops_per_s or rate(model.dtype, model.device_map), windows)
         if config.modules:  # what the first run of a text finds, the next ones of the same process take
             text, each = f"{key} {config.dataset.name}", (one.seconds - _RUN_S) / windows_passed(config, windows)
             if text in predicted:
@@ -261,11 +243,11 @@ def estimates(
     return found
 
 
-def _whole(config: RunConfig, context: RunContext, fetch: bool) -> int:
+def _whole(config: RunConfig, contexts: Mapping[bool, RunContext], fetch: bool) -> int:
     """About how many windows the whole text has."""
     try:
         with nullcontext() if fetch else nothing_fetched():
-            text = context.text(config, "test").text
+            text = contexts[fetch].text(config, "test").text
     except ConfigError as error:
         said = f"{error} How long the whole text takes is unknown before it is read: give dataset.windows=256."
         raise ConfigError(said) from error
@@ -279,8 +261,8 @@ def check_time(configs: Sequence[RunConfig], yes: bool, times: int = 1) -> None:
     asked = [config for config in configs if not config.model.path.startswith("embedded:")]
     hours = 0.0
     with suppress(ConfigError):
-        most = times * sum(one.seconds for one in estimates(asked, Speed(_SLOWEST, "any"), fetch=True))
-        if most / 3600 > 1 and (left := without_record(asked)):
+        most = times * sum(one.seconds for one in estimates(asked, _SLOWEST, fetch=True))
+        if most / 3600 > 1 and (left := without_record(asked)[0]):
             found = estimates(left, fetch=True)
             print(table(found), flush=True)
             hours = times * sum(one.seconds for one in found) / 3600
@@ -294,7 +276,7 @@ def duration(seconds: float) -> str:
 
 
 def table(found: Sequence[Estimate], absent: Sequence[str] = (), workers: int = 1, elsewhere: bool = False) -> str:
-    """One line a run and their sum, for a terminal; absent: what is `not_here`; workers: how many will make them; elsewhere: on other hardware
+    """One line a run and their sum, for a terminal; absent: models and texts that are not on this machine; workers: how many will make them; elsewhere: on other hardware
     than this processor, whose speed is all that is known."""
     if not found:
         return "Every run has its record: nothing would run."

@@ -22,8 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quicksilver.data.spec import MADE_HERE
 from quicksilver.records.record import Record
 from quicksilver.records.store import KEPT, Store, read_object
+from quicksilver.runs.choices import choices, config_dir
 from quicksilver.runtime.errors import ConfigError, QuickSilverError, UnavailableError
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ LOOKS_EVERY_S = 1.0
 SHARE = 24  # runs that a worker takes at once: one with all 180 of a text would still work when the others have ended
 
 # Shows how far a list of planned runs is, while the block lasts.
-Watch = Callable[[Sequence["Planned"]], AbstractContextManager[Callable[["Progress"], None]]]
+Watch = Callable[[Sequence["Planned"]], AbstractContextManager[Callable[["Progress"], None] | None]]
 
 
 @dataclass
@@ -83,10 +85,9 @@ def make_job(name: str, overrides: Sequence[str], needs: Sequence[str], answers:
     """
     job = Job(name, tuple(overrides))
     known = answers.get(job.overrides)
-    if known is not None and (known.record or known.reason or not to_run):
-        job.record, job.reason = known.record, known.reason
+    if known is not None and (any(known) or not to_run):
+        job.record, job.reason = known
         return job
-    from quicksilver.runs.choices import choices
     from quicksilver.runs.config import compose
     from quicksilver.runs.parts import build_modules
 
@@ -102,7 +103,7 @@ def make_job(name: str, overrides: Sequence[str], needs: Sequence[str], answers:
     # Asked before anything runs: a refusal is part of the table, not a failure. The rule is quicksilver.measure's check_allowed.
     if config.protocol.name == "all" and not all(module.causal or module.lookahead for module in modules):
         job.reason = REFUSED
-        answers.put(job.overrides, config, Answer(reason=REFUSED))
+        answers.put(job.overrides, config, reason=REFUSED)
     else:
         job.config = config
     return job
@@ -113,7 +114,7 @@ def run_missing(
     answers: RecordIndex,
     *,
     shared: RunConfig | None = None,
-    watch: Watch | None = None,
+    watch: Watch = lambda _: nullcontext(),
     on_fault: Callable[[Exception], None] = lambda _: None,
 ) -> None:
     """Give every job with a config its record, or its error. Raises QuickSilverError: what `shared`, or else the first run, needs
@@ -142,7 +143,7 @@ def run_missing(
         if not wanted:
             return
         whole = joined(plans)
-        with watch(whole.steps) if watch is not None else nullcontext() as report:
+        with watch(whole.steps) as report:
             make(whole, progress=report, failed=failed)
         for fault in dict.fromkeys(failed.values()):
             on_fault(fault)
@@ -152,7 +153,7 @@ def run_missing(
                     job.fail(failed[step.fingerprint])
                     continue
                 job.record = record
-                answers.put(job.overrides, step.config, Answer(record))
+                answers.put(job.overrides, step.config, fingerprint=record.fingerprint)
             except QuickSilverError as error:
                 job.fail(error)
     finally:
@@ -174,17 +175,7 @@ def run_context(shared: RunConfig | None, jobs: Sequence[Job] = ()) -> RunContex
 # --- what is remembered ----------------------------------------------------------------------------------------------------------
 _FILE = "cache/answers.json"
 INDEX = f"{KEPT}/answers.json"
-_MADE_HERE = ("pydoc", "python-source", "far-copy", "far-recall")  # by Python's version and a seed
 _PACKAGE = Path(__file__).resolve().parents[1]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The record of a command line, or the reason why it can have none; of one that nobody made yet, its fingerprint alone."""
-
-    record: Record | None = None
-    reason: str | None = None
-    fingerprint: str | None = None
 
 
 class RecordIndex:
@@ -215,9 +206,9 @@ class RecordIndex:
             known[key] |= {"outside": True} if one.get("outside") else {}
         return {"stamp": self._stamp, "answers": dict(sorted((self._index | known).items()))}
 
-    def get(self, overrides: Sequence[str]) -> Answer | None:
-        """The remembered record of a run with these overrides; None: nothing is remembered, or the record is damaged, or its dense record
-        is gone."""
+    def get(self, overrides: Sequence[str]) -> tuple[Record | None, str | None] | None:
+        """What is remembered of a run with these overrides: its record, or the reason why it can have none; neither: nobody has made it. None: nothing
+        is remembered, or the record is damaged, or its dense record is gone."""
         key = _key(overrides)
         kept = self._known.get(key)
         if kept is None or (kept.get("outside") and kept["outside"] != self._below(overrides, kept.get("files"))):
@@ -225,28 +216,30 @@ class RecordIndex:
             if kept is None or (kept.get("outside") and os.environ.get("QUICKSILVER_DATA")):
                 return None
         if "reason" in kept:
-            return Answer(reason=kept["reason"])
+            return None, kept["reason"]
         try:
             record = self._store.get(kept["fingerprint"])
             if record is not None:
                 self._store.dense_of(record)
         except QuickSilverError:
             return None
-        return Answer(record, fingerprint=kept["fingerprint"])
+        return record, None
 
-    def put(self, overrides: Sequence[str], config: RunConfig, answer: Answer) -> None:
-        """Remember; where model, text or modules are not those of the package, for `index` alone."""
+    def put(
+        self, overrides: Sequence[str], config: RunConfig, *, fingerprint: str | None = None, reason: str | None = None
+    ) -> None:
+        """Remember the fingerprint of a record, which need not be made, or the reason why there can be none. Where model, text or modules are not
+        those of the package, for `index` alone."""
         entries, key = config.modules.values(), _key(overrides)
         ours = all(str(one.get("_target_", "")).startswith("quicksilver.") and not one.get("calibration") for one in entries)
-        fingerprint = answer.record.fingerprint if answer.record is not None else answer.fingerprint
-        kept: dict[str, Any] = {"fingerprint": fingerprint} if fingerprint is not None else {"reason": answer.reason}
+        kept: dict[str, Any] = {"fingerprint": fingerprint} if fingerprint is not None else {"reason": reason}
         named = (entry.get(key) for entry in entries for key in ("schedule", "maps", "translator", "gates"))
         files = any(str(one).endswith((".yaml", ".safetensors")) for one in named)
         if files or any(word.startswith("hydra.searchpath") for word in overrides):
             ours = False  # files of the user's own, which no stamp knows
         if not (ours and config.model.path.startswith("embedded:")):
             kept["outside"] = True
-        elif (dataset := config.dataset).reader not in _MADE_HERE:
+        elif (dataset := config.dataset).reader not in MADE_HERE:
             splits = (dataset.task.train, dataset.task.validation) if dataset.task is not None else ()
             names = [*filter(None, vars(dataset.files).values()), *(name for split in splits for name in split.files)]
             kept |= {"outside": (dataset.tagger is None and self._below(overrides, names)) or True, "files": names}
@@ -255,7 +248,7 @@ class RecordIndex:
 
     def _below(self, overrides: Sequence[str], names: Any) -> str | None:
         """The stamp of files below data.root; None: it is not set, or one of them is not there."""
-        given = (word.partition("=")[2] for word in overrides if word.startswith("data.root="))
+        given = (word.partition("=")[2] for word in reversed(overrides) if word.startswith("data.root="))
         root = next(given, os.environ.get("QUICKSILVER_DATA"))
         if not (root and names) or not all((Path(root).expanduser() / str(name)).exists() for name in names):
             return None
@@ -287,9 +280,8 @@ def _stamp() -> str:
     """A hash that changes with any file of the package or of conf/, and with Python's version, whose documentation is the embedded text; the
     same in every clone."""
     whole = hashlib.sha256(sys.version.encode())
-    conf = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
     # What decides about an answer, weights included, by names that are the same wherever the package lies.
-    places = ((_PACKAGE, "*.py"), (_PACKAGE / "models" / "reference", "*"), (conf, "*.yaml"))
+    places = ((_PACKAGE, "*.py"), (_PACKAGE / "models" / "reference", "*"), (config_dir(), "*.yaml"))
     paths = [(folder, path) for folder, pattern in places for path in folder.rglob(pattern) if path.is_file()]
     files = {f"{folder.name}/{path.relative_to(folder).as_posix()}": path for folder, path in paths}
     for name, path in sorted(files.items()):
@@ -328,7 +320,7 @@ def _alone(config: RunConfig) -> bool:
     return not small or config.threads is not None or config.tracker.name != "none" or bool(timed_measurements(config))
 
 
-def make_side_by_side(jobs: Sequence[Job], workers: int | None = None, *, watch: Watch | None = None) -> None:
+def make_side_by_side(jobs: Sequence[Job], workers: int | None, *, watch: Watch = lambda _: nullcontext()) -> None:
     """Make records of `jobs` that are missing and may be made side by side, in so many `workers` (None: one a core; 1: nothing is made here). What
     fails is left as it was: `run_missing` tries it again, and says why. Raises ConfigError: fewer than one worker."""
     from quicksilver.runs.run import Progress
@@ -350,12 +342,13 @@ def make_side_by_side(jobs: Sequence[Job], workers: int | None = None, *, watch:
                     words.append(job.overrides)
                     steps |= missing
         work += [words] if words else []
-    if len(work) < 2:
+    count = min(count, len(work))
+    if count < 2:
         return
     spawn = multiprocessing.get_context("spawn")
     with (
-        watch(list(steps.values())) if watch is not None else nullcontext() as report,
-        ProcessPoolExecutor(min(count, len(work)), mp_context=spawn, initializer=_end_with_the_parent) as pool,
+        watch(list(steps.values())) as report,
+        ProcessPoolExecutor(count, mp_context=spawn, initializer=_end_with_the_parent) as pool,
     ):
         pending = {pool.submit(_make_all, words) for words in work}
         try:
@@ -364,7 +357,7 @@ def make_side_by_side(jobs: Sequence[Job], workers: int | None = None, *, watch:
                 left = [step for step in steps.values() if not step.done]
                 if report is not None and left:
                     done = len(steps) - len(left)
-                    phase = f"{min(count, len(work))} workers, {done} of {len(steps)} runs done"
+                    phase = f"{count} workers, {done} of {len(steps)} runs done"
                     report(Progress(done, len(steps), left[0].config.label, phase, done / len(steps)))
         except BaseException:
             for process in multiprocessing.active_children():

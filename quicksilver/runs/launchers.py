@@ -161,8 +161,8 @@ def launch(
     task: Callable[[Any], Any],
     workers: int,
     log_dir: Path,
-    is_over: Callable[[], bool] = lambda: False,
-    at_work: Callable[[], bool] = lambda: False,
+    is_over: Callable[[], bool],
+    at_work: Callable[[], bool],
 ) -> None:
     """Start workers and wait for them, within `hydra_started`. Raises QuickSilverError: a worker could not be started, or died;
     what it made is kept.

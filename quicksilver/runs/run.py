@@ -251,7 +251,7 @@ class _Reporter:
 
 
 # --- running --------------------------------------------------------------------------------------------------------------------
-def _make_one(step: Planned, context: RunContext, report: _Reporter, group: str | None = None) -> None:
+def _make_one(step: Planned, context: RunContext, report: _Reporter, group: str | None) -> None:
     store, together = store_of(step.config), step.config.model.parallel is not None
     if together:
         context.model(step.config)  # from here on its processes hear each other
@@ -375,17 +375,24 @@ def _now() -> str:
 def _measured(bench: Bench, step: Planned, store: Store, draft: Draft, report: _Reporter) -> dict[str, Any]:
     """What goes into record.json of measurements, and the files behind it. records=checked reuses committed quality
     results after checking the first windows here."""
-    measurements = build_measurements(step.config.measure)
+    measurements, before, seen = build_measurements(step.config.measure), _LOADING + _CALIBRATING, set[str]()
+
+    def tell(phase: str, share: float) -> None:
+        if phase not in seen:
+            seen.add(phase)
+            draft.event(phase)
+        report(phase, before + (1 - before) * share, bench.scored)
+
     checked, found = step.config.records == "checked", None
     if there := of_repository(step.config.results_dir, step.fingerprint, measurements) if checked else None:
         draft.event("confirm")
-        report("confirm", _LOADING + _CALIBRATING)
+        report("confirm", before)
         found = confirm(there, bench)
     if there and found and found.agrees:
         timed = {name: one for name, one in measurements.items() if one.timed}
-        scalars = copy_committed_results(there, draft) | _measure(bench, timed, draft, report)
+        scalars = copy_committed_results(there, draft) | measured_scalars(bench, timed, tell)
     else:
-        scalars = _measure(bench, measurements, draft, report)
+        scalars = measured_scalars(bench, measurements, tell)
         if dense := store.get(step.dense) if step.dense is not None else None:
             # What every table compares with, so that a record can be read alone; no times: dense was timed in the same run.
             scalars |= {f"dense_{name}": value for name, value in encoded(DenseTotals.of(dense.quality)).items()}
@@ -398,19 +405,6 @@ def _measured(bench: Bench, step: Planned, store: Store, draft: Draft, report: _
             draft.write(name, write)
     draft.event("measured")
     return scalars if found is None else scalars | {"confirmed": dataclasses.asdict(found)}
-
-
-def _measure(bench: Bench, measurements: Mapping[str, Measurement], draft: Draft, report: _Reporter) -> dict[str, Any]:
-    """Every one of these measurements; returns what goes into record.json."""
-    before, seen = _LOADING + _CALIBRATING, set()
-
-    def tell(phase: str, share: float) -> None:
-        if phase not in seen:
-            seen.add(phase)
-            draft.event(phase)
-        report(phase, before + (1 - before) * share, bench.scored)
-
-    return measured_scalars(bench, measurements, tell)
 
 
 def measured_scalars(
@@ -455,7 +449,7 @@ def _describe(step: Planned, context: RunContext, bench: Bench, calibration: Cal
     """Everything in record.json that is not a measurement."""
     from quicksilver.modules.calibration import thresholds_of
 
-    config, model, windows, identity = step.config, bench.model, bench.windows, context.identity(step.config)
+    config, model, windows = step.config, bench.model, bench.windows
     text, (files, weights_digest) = context.text(config, "test"), context.files(config)
     modules = dict(zip(sorted(config.modules), bench.modules, strict=True))
     described_model = ModelEntry(
@@ -468,17 +462,16 @@ def _describe(step: Planned, context: RunContext, bench: Bench, calibration: Cal
         windows=len(windows.ids), windows_available=windows.available, text_tokens=windows.tokens, text_bytes=len(text.text.encode()),
         no_bytes_because=windows.why_no_bytes,
     )  # fmt: skip
-    calibrated = None if calibration is None else encoded(calibration)
     return {
         "schema_version": SCHEMA_VERSION, "fingerprint": step.fingerprint, "dense_fingerprint": step.dense, "label": config.label,
         "modules": list(config.modules), "execution": config.execution, "protocol": dataclasses.asdict(config.protocol),
         "lookahead": any(module.lookahead and not module.causal for module in modules.values()),
-        "model": encoded(described_model), "data": encoded(described_data), "calibration": calibrated,
-        "tuned": calibration_provenance(identity.digests, config.dataset.name, calibrated, [files.folder]),
+        "model": encoded(described_model), "data": encoded(described_data), "calibration": None if calibration is None else encoded(calibration),
+        "tuned": calibration_provenance(context.files_read(config), config.dataset.name, calibration),
         "thresholds": {name: thresholds_of(module) for name, module in modules.items()},
         # Of modules that can compute in more than one way, how they did: an integer product may have fallen back to floats.
         "kernels": {name: module.kernel for name, module in modules.items() if module.kernel is not None},
-        "config": dataclasses.asdict(config), "identity": identity.to_json(),
+        "config": dataclasses.asdict(config), "identity": context.identity(config).to_json(),
         "package": {"version": __version__, "numerics_version": numerics.VERSION},
     }  # fmt: skip
 

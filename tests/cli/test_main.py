@@ -42,6 +42,10 @@ def test_every_command_is_named_with_what_it_does_and_its_help_names_every_key(n
         assert unsaid(shown, f"quicksilver {name}", *(f"  {key}=" for key in command.own_keys())) == []
 
 
+def test_an_empty_word_is_no_command(refused):
+    assert "There is no command " in refused("")
+
+
 LIGHT = ["--help", "list", "budget --help", "reproduce table 99", "budget sav=3", "run model=gpt5", "runn"]
 
 

@@ -19,7 +19,6 @@ from quicksilver.data.text import read_text
 from quicksilver.models import hub as hub_module
 from quicksilver.models.loading import locate, weights_digest
 from quicksilver.runs.config import compose
-from quicksilver.runs.estimate import Speed
 
 MODEL = ["model=gpt2-large"]
 WIKITEXT = ["dataset=wikitext103"]
@@ -110,7 +109,7 @@ def test_a_plan_fetches_a_shape_at_most(filled, weights, tmp_path, prints):
 
 def test_what_takes_hours_is_said_before_its_weights_are_fetched(filled, tmp_path, monkeypatch, prints):
     monkeypatch.delenv("QUICKSILVER_DATA", raising=False)
-    monkeypatch.setattr("quicksilver.runs.estimate.measured_speed", lambda *_: Speed(1e9, "cpu"))
+    monkeypatch.setattr("quicksilver.runs.estimate.measured_flops_per_s", lambda *_: 1e9)
     said = prints("reproduce", "table", "11", *MODEL, *WIKITEXT, f"results_dir={tmp_path / 'results'}", code=2)
     assert "runs: about " in said.out
     assert "hours: add yes=true to start it" in said.err

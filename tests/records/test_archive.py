@@ -21,7 +21,7 @@ from quicksilver.records.keeping import commit_records
 from quicksilver.records.record import PACKED, PACKED_TRACE, SIGNALS, TRACE, Record, check_files, load_record, record_frame
 from quicksilver.records.store import KEPT, Store
 from quicksilver.runs.config import compose
-from quicksilver.runs.jobs import INDEX, Answer, RecordIndex
+from quicksilver.runs.jobs import INDEX, RecordIndex
 from quicksilver.runs.run import ensure, plan, store_of
 from quicksilver.runtime.errors import ConfigError
 from quicksilver.runtime.trace import Trace
@@ -282,13 +282,14 @@ def test_a_clone_finds_kept_records_of_texts_that_it_does_not_have(made, tmp_pat
     store, asked = Store(config.results_dir), ["dataset=elsewhere"]
     keep(store, record)
     answers = RecordIndex(store.root)
-    answers.put(asked, config, Answer(record))
-    answers.put(["dataset=forgotten"], config, Answer(fingerprint="0" * 20))
+    answers.put(asked, config, fingerprint=record.fingerprint)
+    answers.put(["dataset=forgotten"], config, fingerprint="0" * 20)
     assert answers.get(asked) is None  # the text may have changed: it is looked at every time
     (text := tmp_path / "text.txt").write_text("one text")
     monkeypatch.setenv("QUICKSILVER_DATA", str(tmp_path))
     dataset = replace(config.dataset, reader="text", task=None, files=FilesConfig(text.name))
-    answers.put(asked, replace(config, model=replace(config.model, path="embedded:any"), dataset=dataset), Answer(record))
+    ours = replace(config, model=replace(config.model, path="embedded:any"), dataset=dataset)
+    answers.put(asked, ours, fingerprint=record.fingerprint)
     answers.save()
     assert RecordIndex(store.root).get(asked) is not None  # below data.root it is remembered until the file changes
     text.write_text("another text")
@@ -299,8 +300,8 @@ def test_a_clone_finds_kept_records_of_texts_that_it_does_not_have(made, tmp_pat
     clone = tmp_path / "results"
     shutil.copytree(store.root / KEPT, clone / KEPT)
     (clone / INDEX).write_text(json.dumps(index))
-    assert RecordIndex(clone).get(asked).record.fingerprint == record.fingerprint
-    assert RecordIndex(clone).get(["dataset=forgotten"]).record is None  # known not to be here: nothing is composed to find out
+    assert RecordIndex(clone).get(asked)[0].fingerprint == record.fingerprint
+    assert RecordIndex(clone).get(["dataset=forgotten"]) == (None, None)  # known not to be here: nothing is composed to find out
     assert RecordIndex(clone, "own").get(asked) is None
     monkeypatch.setenv("QUICKSILVER_DATA", str(tmp_path))
     assert RecordIndex(clone).get(asked) is None  # a text that is at hand is what counts

@@ -16,7 +16,7 @@ from quicksilver.runtime import apply
 from quicksilver.runtime.architecture import architecture_of
 from quicksilver.runtime.errors import ConfigError
 
-SPEED = estimate.Speed(1e12, "cpu")
+SPEED = 1e12
 LLAMA_70B = {
     "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
     "num_key_value_heads": 8, "vocab_size": 32000, "tie_word_embeddings": False,
@@ -69,7 +69,7 @@ def test_what_cannot_be_estimated_is_one_line(tmp_path, monkeypatch):
 
 def test_a_plan_names_texts_and_models_that_are_not_here(monkeypatch):
     monkeypatch.delenv("QUICKSILVER_DATA", raising=False)
-    absent = estimate.not_here([compose([one]) for one in ("dataset=gum", "model=gpt2-large", "dataset=python-docs")])
+    _, absent = estimate.without_record([compose([one]) for one in ("dataset=gum", "model=gpt2-large", "dataset=python-docs")])
     assert absent == ["dataset=gum", "model=gpt2-large"]
     found = estimate.estimates([compose(["dataset.windows=8"])], SPEED)
     assert "Not on this machine: dataset=gum, model=gpt2-large." in estimate.table(found, absent)
@@ -79,11 +79,11 @@ def test_a_plan_says_what_an_offload_reads_what_a_kill_costs_and_what_workers_sh
     monkeypatch.setattr(estimate, "memory_bytes", lambda: 1000)
     monkeypatch.setattr(estimate, "_whole", lambda *_, **__: 320)
     config = compose([*words, "measure=sweep", "dataset.windows=100000", "protocol.batch_size=4"])
-    (found,) = estimate.estimates([config], estimate.Speed(1e6, "cpu"))
+    (found,) = estimate.estimates([config], 1e6)
     assert found.calls == 81  # of the windows that the text has, and one for the batch that is counted
     assert found.seconds_at_risk == pytest.approx(1 + (found.seconds - 1) * 32 / estimate.windows_passed(config, 320))
     timed = compose([*words, "measure=default", "dataset.windows=8"])  # what is timed begins again
-    slow = estimate.estimate(timed, estimate.shape_of(timed.model), estimate.Speed(1e6, "cpu"), 8)
+    slow = estimate.estimate(timed, estimate.shape_of(timed.model), 1e6, 8)
     assert slow.seconds_at_risk > slow.seconds / 2
     said = estimate.table([dataclasses.replace(found, label="x" * 200)] * 4, workers=2)
     ranges = ((estimate.duration(4 + faster * share * found.seconds) for faster in (0.7, 1.5)) for share in (4, 2))
@@ -109,7 +109,7 @@ def test_a_text_that_is_scored_whole_is_counted(words):
 def test_more_than_an_hour_starts_with_yes_alone(words, monkeypatch, prints):
     prints("run", *words, "measure=sweep", "dataset.windows=2")  # a second is not asked about
     monkeypatch.setattr(estimate, "_SLOWEST", 1e3)
-    monkeypatch.setattr(estimate, "measured_speed", lambda *_: estimate.Speed(1e2, "cpu"))
+    monkeypatch.setattr(estimate, "measured_flops_per_s", lambda *_: 1e2)
     for command in (["run"], ["run", "-m"]):
         asked = [*command, *words, "measure=sweep", "dataset.windows=3"]
         out, err = prints(*asked, code=2)
@@ -134,7 +134,7 @@ def test_more_passes_take_longer():
 
 
 def test_a_plan_of_a_sweep_and_of_a_table_starts_nothing(words, tmp_path, prints, monkeypatch):
-    monkeypatch.setattr(estimate, "measured_speed", lambda *_: SPEED)
+    monkeypatch.setattr(estimate, "measured_flops_per_s", lambda *_: SPEED)
     swept = ["modules=[static_depth]", "modules.static_depth.depth=0.2,0.5"]
     assert "3 runs: about" in prints("run", "-m", *words, *swept, "plan=true").out
     assert " runs: about" in prints("reproduce", "table", "11", *words, "plan=true").out

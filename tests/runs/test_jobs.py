@@ -10,7 +10,7 @@ import pytest
 import quicksilver.runs.run as harness_run
 from quicksilver.runs import jobs as side_by_side
 from quicksilver.runs.config import compose
-from quicksilver.runs.jobs import FAILED, Answer, Job, RecordIndex, make_job, run_context, run_missing
+from quicksilver.runs.jobs import FAILED, Job, RecordIndex, make_job, run_context, run_missing
 from quicksilver.runs.tracker import NotMirrored
 from quicksilver.runtime.errors import ConfigError, QuickSilverError, UnavailableError
 
@@ -71,7 +71,7 @@ def test_what_files_of_the_user_s_decide_is_not_remembered_by_the_words_alone(wo
             config,
             modules={"predicted_kv": {"_target_": "quicksilver.modules.PresetHalting", "schedule": f"{tmp_path}/own.yaml"}},
         )
-    answers.put(words, config, Answer(rows[0].record))
+    answers.put(words, config, fingerprint=rows[0].record.fingerprint)
     assert answers.get(words) is None
 
 
@@ -131,6 +131,19 @@ def test_each_text_goes_to_one_worker_and_every_run_gets_its_record(two_texts):
     assert len(list(records.glob("*/record.json"))) == 4
     side_by_side.make_side_by_side(jobs, 2)
     assert len(given) == 2  # everything is there: no worker is started
+
+
+def test_a_text_that_cannot_be_had_is_asked_for_once(two_texts, monkeypatch):
+    jobs, given, _ = two_texts
+    asked = []
+
+    def read_text(dataset, *_, **__):
+        asked.append(dataset.windows)
+        raise ConfigError("dataset=file: no answer within 7 s")
+
+    monkeypatch.setattr("quicksilver.runs.context.read_text", read_text)
+    side_by_side.make_side_by_side(jobs, 2)
+    assert (asked, given) == ([3, 2], [])
 
 
 def test_what_fails_is_left_without_a_record_and_the_others_go_on(two_texts, monkeypatch):

@@ -183,7 +183,7 @@ def test_threads_are_put_back_whatever_happens(words, monkeypatch):
         assert torch.get_num_threads() == before + 1
         raise QuickSilverError("it failed")
 
-    monkeypatch.setattr(harness, "_measure", fail)
+    monkeypatch.setattr(harness, "_measured", fail)
     with pytest.raises(QuickSilverError, match="it failed"):
         ensure([compose([*words, f"threads={before + 1}"])])
     assert torch.get_num_threads() == before

@@ -39,7 +39,7 @@ def test_gpt2_large_end_to_end(tmp_path):
     made = subprocess.run([sys.executable, "-m", "quicksilver", "run", *words], capture_output=True, text=True, timeout=3000)
     assert made.returncode == 0, made.stderr
     unmade = compose([*words, f"results_dir={tmp_path / 'none'}"])  # the estimate leaves out a dense run that is there
-    dense, ours = estimate.estimates([unmade], estimate.Speed(1e12, "cpu"))
+    dense, ours = estimate.estimates([unmade], 1e12)
     assert dense.weights_bytes == 4 * 774_030_080
     frame = record_frame(tmp_path / "results")
     one, other = (frame[frame["dense_fingerprint"].isna() == is_dense].iloc[0] for is_dense in (True, False))

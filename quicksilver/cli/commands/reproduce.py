@@ -77,13 +77,13 @@ class Reproduce(MakesRuns):
         every = [job for jobs in work.values() for job in jobs]
         missing = [job.config for job in every if job.config is not None]
         if missing or self.plan:
-            from quicksilver.runs.estimate import check_time, estimates, not_here, table, without_record
+            from quicksilver.runs.estimate import check_time, estimates, table, without_record
 
             if self.plan:
-                left, refused = without_record(missing), [job for job in every if job.error is not None]
+                (left, absent), refused = without_record(missing), [job for job in every if job.error is not None]
                 rows = {id(job.config): job.name for job in every}
                 if left or not refused:
-                    print(table(estimates(left, differing=[rows[id(one)] for one in left]), not_here(left)), flush=True)
+                    print(table(estimates(left, differing=[rows[id(one)] for one in left]), absent), flush=True)
                 explain(refused, "No run of")
                 return 1 if refused else 0
             check_time(missing, self.yes)
@@ -210,13 +210,11 @@ class Time(Command):
 
         context, results = RunContext(), {}
         started, measure = datetime.now(UTC).isoformat(timespec="seconds"), Latency(repeats=self.rounds)
-        with counted(len(there), "timing") as done:
-            for fingerprint in random.sample(sorted(there), len(there)):
-                config = compose(there[fingerprint].overrides)
-                with torch_threads(config.threads):
-                    bench, _ = bench_of(config, context, store_of(config))
-                    results[fingerprint] = measure.run(bench)
-                done()
+        for fingerprint in counted(random.sample(sorted(there), len(there)), "timing"):
+            config = compose(there[fingerprint].overrides)
+            with torch_threads(config.threads):
+                bench, _ = bench_of(config, context, store_of(config))
+                results[fingerprint] = measure.run(bench)
         name = reproduction.name_of(artefact.name, base, self.overrides)
         return TimedProcess(name, started, machine(), self.rounds, results).write(Path(base.results_dir))
 
@@ -301,12 +299,10 @@ def jobs_of_all(
 ) -> tuple[dict[Artefact, list[Job]], dict[Artefact, str]]:
     """The jobs of every artefact that is `wanted`, and what is wrong with those that have none; `to_run` as in `make_job`."""
     work, troubles = dict[Artefact, list[Job]](), dict[Artefact, str]()
-    with counted(len(artefacts()), "reading runs") as done:
-        for artefact in artefacts():
-            with collected(troubles, artefact):
-                if wanted(artefact):
-                    work[artefact] = reproduction.jobs_of(artefact, overrides, answers, to_run=to_run)
-            done()
+    for artefact in counted(artefacts(), "reading runs"):
+        with collected(troubles, artefact):
+            if wanted(artefact):
+                work[artefact] = reproduction.jobs_of(artefact, overrides, answers, to_run=to_run)
     return work, troubles
 
 
@@ -318,11 +314,9 @@ def recorded_of_all(
     work, troubles = jobs_of_all(overrides, answers, to_run=False, wanted=wanted)
     place = run_context(base) if any(job.config is not None for jobs in work.values() for job in jobs) else None
     store = Store(base.results_dir, base.records)
-    with counted(len(work), "reading records") as judged:
-        for artefact, jobs in work.items():
-            with collected(troubles, artefact):
-                found[artefact] = jobs, reproduction.recorded(artefact, jobs, store, place, answers)
-            judged()
+    for artefact, jobs in counted(work.items(), "reading records"):
+        with collected(troubles, artefact):
+            found[artefact] = jobs, reproduction.recorded(artefact, jobs, store, place, answers)
     answers.save()
     return found, troubles
 

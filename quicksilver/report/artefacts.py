@@ -48,7 +48,7 @@ class Row:
         key: name of the row in the written frame, unique in its panel.
         technique: what is printed.
         overrides: the run, as `quicksilver run` takes it; model and dataset are the user's.
-        needs: modules (names in conf/modules) without which this version cannot make the row.
+        needs: modules (names in conf/modules) that the row is of.
         reported: id in reported.yaml of what the paper says; None where it says nothing.
         defaults: overrides that hold where the user gives none of that key, such as the model that an experiment is about.
         of_model: name of a model -> what stands there in the place of `overrides`, such as settings that were searched for it.

@@ -66,7 +66,7 @@ def jobs_of(artefact: Artefact, overrides: Sequence[str], answers: RecordIndex, 
     for row in artefact.experiment.rows():
         text = any(word.startswith("dataset=") for word in row.defaults) and selected_by(_given(overrides)) is not None
         asked = [word for word in overrides if not (text and word.startswith("dataset="))]
-        made.append(make_job(f"{row.panel} {row.key}", row.words(asked), row.needs, answers, to_run=to_run))
+        made.append(make_job(f"{row.panel} {row.key}", row.words(asked), answers, to_run=to_run))
     return made
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from quicksilver.data.spec import MADE_HERE
 from quicksilver.records.record import Record
 from quicksilver.records.store import KEPT, Store, read_object
-from quicksilver.runs.choices import choices, config_dir
+from quicksilver.runs.choices import config_dir
 from quicksilver.runtime.errors import ConfigError, QuickSilverError, UnavailableError
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from quicksilver.runs.run import Plan, Planned, Progress
 
 
-NOT_YET = "not in this version"
 REFUSED = "refused under all: looks ahead"
 FAILED = "failed"
 LOOKS_EVERY_S = 1.0
@@ -76,11 +75,10 @@ class Job:
         self.reason, self.error = (error.reason, None) if isinstance(error, UnavailableError) else (FAILED, error)
 
 
-def make_job(name: str, overrides: Sequence[str], needs: Sequence[str], answers: RecordIndex, *, to_run: bool = True) -> Job:
+def make_job(name: str, overrides: Sequence[str], answers: RecordIndex, *, to_run: bool = True) -> Job:
     """The job with its record where that is remembered; else with its config, or with the reason why there can be no record.
 
     Args:
-        needs: modules (names in conf/modules) without which there is no such run.
         to_run: a missing record is going to be made. False: a run that is known to have none needs no config.
     """
     job = Job(name, tuple(overrides))
@@ -91,9 +89,6 @@ def make_job(name: str, overrides: Sequence[str], needs: Sequence[str], answers:
     from quicksilver.runs.config import compose
     from quicksilver.runs.parts import build_modules
 
-    if not set(needs) <= set(choices("modules")):
-        job.reason = NOT_YET
-        return job
     try:
         config = compose(job.overrides)
         modules = build_modules(config.modules)

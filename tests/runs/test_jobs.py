@@ -20,7 +20,7 @@ DEPTH = ["modules=[static_depth]", "modules.static_depth.depth=0.5"]
 def jobs_of(results, words, **runs: list[str]) -> tuple[RecordIndex, list[Job]]:
     """A job for each of the runs, on top of `words`."""
     answers = RecordIndex(results)
-    return answers, [make_job(name, (*words, "measure=sweep", *more), (), answers) for name, more in runs.items()]
+    return answers, [make_job(name, (*words, "measure=sweep", *more), answers) for name, more in runs.items()]
 
 
 @pytest.fixture

@@ -59,15 +59,6 @@ def unlike_first(names: Sequence[str]) -> list[str]:
     return sorted(names, key=lambda name: name not in UNALIKE)
 
 
-def with_attention(names: Sequence[str], *, all_sdpa: bool = False) -> list[Any]:
-    """(name, attention) of every family under both implementations, those that are like another one marked slow; `all_sdpa`: not under sdpa."""
-    return [
-        pytest.param(name, attention, marks=() if name in UNALIKE or (all_sdpa and attention == "sdpa") else pytest.mark.slow)
-        for attention in ("sdpa", "eager")
-        for name in names
-    ]
-
-
 NO_DATA = "no data folder: set QUICKSILVER_DATA, or put the files of docs/design.md §9 into ../shared/data"
 
 
@@ -207,8 +198,9 @@ def chance(seed: int, layer: int, slots: torch.Tensor, ids: torch.Tensor) -> tor
     return (x % 10007).float() / 10007
 
 
+@functools.lru_cache(16)
 def random_translators(architecture: Architecture) -> dict[int, BoundTranslator]:
-    """A map to K and V of about the size of the layers' own, for every layer that a token may halt after."""
+    """A map to K and V of about the size of the layers' own, for every layer that a token may halt after; the same for all modules of a run."""
     shape = ModelShape.of(architecture)
     return {layer: BoundTranslator(_random_translator(shape, layer + 1), architecture) for layer in range(shape.n_layers - 2)}
 
@@ -262,13 +254,7 @@ class Halts(TokenPolicy):
 
     @property
     def translators(self) -> dict[int, BoundTranslator]:
-        if self.missing_kv not in ("predict", "mixed"):
-            return {}
-        # Kept on the adapter: all modules of a run halt with the same ones.
-        kept = vars(self._architecture)
-        if "random_translators" not in kept:
-            kept["random_translators"] = random_translators(self._architecture)
-        return kept["random_translators"]
+        return random_translators(self._architecture) if self.missing_kv in ("predict", "mixed") else {}
 
     def _halt(self, view: LayerView, tokens: TokenState, mask: torch.Tensor, mode: str | None = None) -> None:
         mode = mode or self.missing_kv
@@ -526,10 +512,12 @@ def passes(model: PreTrainedModel, inputs: dict[str, torch.Tensor], chunks: Sequ
 
 
 def decisions(batch: Batch, trace: Trace) -> list[dict[str, torch.Tensor]]:
-    """By row: halt_layer, halted_kv, resume_layer, kv_layer of its real tokens, all passes joined."""
+    """By row, of its real tokens, all passes joined: halt_layer, halted_kv, resume_layer, kv_layer, (n,) each, and the bits in every layer, (n, L)."""
     names = ("halt_layer", "halted_kv", "resume_layer", "kv_layer")
     joined = {name: torch.cat([getattr(p, name) for p in trace.passes], dim=1) for name in names}
-    return [{name: batch.real(joined[name])[i] for name in names} for i in range(len(batch.rows))]
+    widths = [torch.stack([p.bits(layer) for layer in range(trace.n_layers)], dim=-1) for p in trace.passes]
+    joined["bits"] = torch.cat(widths, dim=1)
+    return [{name: batch.real(joined[name])[i] for name in joined} for i in range(len(batch.rows))]
 
 
 def assert_same_decisions(a: list[dict[str, torch.Tensor]], b: list[dict[str, torch.Tensor]]) -> None:
@@ -543,6 +531,12 @@ def assert_close(a: Sequence[torch.Tensor] | torch.Tensor, b: Sequence[torch.Ten
     for left, right in zip(a, b, strict=True):
         largest = float(right.abs().max()) if right.numel() else 0.0
         torch.testing.assert_close(left, right, atol=atol * max(1.0, largest / 10), rtol=1e-5)
+
+
+def assert_same_run(batch: Batch, one: Outcome, other: Outcome, atol: float = 1e-5) -> None:
+    """The same decisions about real tokens, and their logits as close as `assert_close` has it."""
+    assert_close(batch.real(one.logits), batch.real(other.logits), atol)
+    assert_same_decisions(decisions(batch, one.trace), decisions(batch, other.trace))
 
 
 @contextmanager

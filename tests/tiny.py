@@ -8,10 +8,12 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import thinning
 import torch
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -179,13 +181,11 @@ def batches(low: int = 1, high: int = 16, padded: bool | None = None) -> st.Sear
 
 
 def chunkings(n: int) -> st.SearchStrategy[list[int]]:
-    """Ways to cut n columns into passes."""
-
-    def sizes(cuts: list[bool]) -> list[int]:
-        ends = [i + 1 for i, cut in enumerate(cuts) if cut] + [n]
-        return [end - start for start, end in zip([0, *ends], ends, strict=False)]
-
-    return st.lists(st.booleans(), min_size=n - 1, max_size=n - 1).map(sizes)
+    """Ways to cut n columns into passes: anywhere, or a prompt and single tokens after it; at a few places in the quick suite."""
+    most = n - 1 if thinning.whole else min(n - 1, 4)
+    anywhere = st.sets(st.integers(1, max(n - 1, 1)), max_size=most)
+    decoded = st.integers(0, most).map(lambda tokens: set(range(n - tokens, n)))
+    return st.one_of(anywhere, decoded).map(lambda cuts: [stop - start for start, stop in pairwise([0, *sorted(cuts), n])])
 
 
 # -- policies --------------------------------------------------------------------------------------------------------------------

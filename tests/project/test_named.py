@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from fakes import fewer_draws  # noqa: F401  (the examples ask for intervals)
 from repository import ROOT, blocks
 
 from quicksilver.cli import main as console

@@ -61,12 +61,12 @@ def unlike_first(names: Sequence[str]) -> list[str]:
     return sorted(names, key=lambda name: name not in UNALIKE)
 
 
-NO_DATA = "no data folder: set QUICKSILVER_DATA, or put the files of docs/design.md §9 into ../shared/data"
-
-
-def data_folder() -> Path | None:
+def data_folder() -> Path:
+    """The data folder: `QUICKSILVER_DATA`, else ../shared/data. Skips the test where it is absent."""
     root = Path(os.environ.get("QUICKSILVER_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
-    return root if root.is_dir() else None
+    if not root.is_dir():
+        pytest.skip("no data folder: set QUICKSILVER_DATA, or put the files of docs/design.md §9 into ../shared/data")
+    return root
 
 
 # -- models ----------------------------------------------------------------------------------------------------------------------
@@ -106,10 +106,7 @@ def build(family: str, **changes: Any) -> PreTrainedModel:
 def load(name: str, attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model of that name: a family, or the trained stories260K. Skips the test where the data folder is absent."""
     if name == STORIES:
-        root = data_folder()
-        if root is None:
-            pytest.skip(NO_DATA)
-        model = AutoModelForCausalLM.from_pretrained(root / STORIES).eval()
+        model = AutoModelForCausalLM.from_pretrained(data_folder() / STORIES).eval()
     else:
         model = build(name)
     model.set_attn_implementation("eager" if name in EAGER_ONLY else attention)

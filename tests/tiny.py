@@ -18,6 +18,7 @@ import torch
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from quicksilver.modules import Halting
 from quicksilver.modules.fitted import BoundTranslator, ModelShape, Translator, model_digest
 from quicksilver.modules.linear_mlp import LinearMap, MLPMaps
 from quicksilver.runtime import (
@@ -310,35 +311,6 @@ class Hashed(Halts):
 
 
 @dataclass
-class DriftBelow(Halts):
-    """Causal, threshold-like: a token halts once its relative drift is below tau. Reads floating-point states."""
-
-    tau: float = 0.4
-    missing_kv: str = "project"
-    resume_layers: int = 0
-    priority = 10
-
-    def decide(self, view: LayerView, tokens: TokenState) -> None:
-        drift = (view.after - view.before).norm(dim=-1) / view.after.norm(dim=-1)
-        self._halt(view, tokens, (drift < self.tau) & (view.slots > 0))
-
-
-@dataclass
-class EntropyBelow(Halts):
-    """Causal: a token halts once the logit lens is sure; asks only about tokens with an even id."""
-
-    nats: float = 3.5
-    missing_kv: str = "drop"
-    priority = 10
-
-    def decide(self, view: LayerView, tokens: TokenState) -> None:
-        candidates = tokens.active & (view.input_ids % 2 == 0) & (view.slots > 0)
-        sure = candidates.clone()
-        sure[candidates] = view.logit_entropy_nats(candidates) < self.nats
-        self._halt(view, tokens, sure)
-
-
-@dataclass
 class Capacity(Halts):
     """Non-causal, for prompts: after each layer the share of a row's tokens that is active falls to `share` of the row.
 
@@ -447,15 +419,13 @@ def hashed(missing_kv: Sequence[str] = (*MISSING_KV, "mixed"), protect: int = 1)
 
 
 def causal_policies() -> st.SearchStrategy[list[RuntimeModule]]:
-    """One or more causal modules, alone and together."""
-    modes = st.sampled_from(MISSING_KV)
-    return st.one_of(
-        hashed().map(lambda m: [m]),
-        st.tuples(st.builds(DriftBelow, tau=st.sampled_from([0.3, 0.6, 0.9]), missing_kv=modes, resume_layers=st.integers(0, 2))).map(list),
-        st.tuples(st.builds(EntropyBelow, nats=st.sampled_from([3.4, 3.7]), missing_kv=modes)).map(list),
-        st.tuples(hashed(("drop",)), st.builds(DriftBelow, missing_kv=modes)).map(list),
-        st.tuples(st.builds(MapsMLPs, share=st.sampled_from([0.3, 1.0])), hashed()).map(list),
+    """One or more causal modules, alone and together; those of thresholds read floating-point states."""
+    stops = st.builds(
+        Halting, tau_drift=st.sampled_from([0.3, 0.6, 0.9]), tau_entropy=st.sampled_from([None, 3.4, 3.7]), window=st.just((0.0, 1.0)),
+        protect_first=st.just(1), missing_kv=st.sampled_from(["drop", "project", "copy", "zero"]), resume_layers=st.integers(0, 2),
     )  # fmt: skip
+    maps = st.builds(MapsMLPs, share=st.sampled_from([0.3, 1.0]))
+    return st.one_of(*(st.tuples(*one).map(list) for one in ([hashed()], [stops], [hashed(("drop",)), stops], [maps, hashed()])))
 
 
 def prompt_policies() -> st.SearchStrategy[list[RuntimeModule]]:

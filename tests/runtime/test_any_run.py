@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from quicksilver.measure import count_executed
 from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, RandomHalting, Replay, TokenFusion
-from quicksilver.runtime import QuickSilverError, RuntimeModule, Trace, apply
+from quicksilver.runtime import QuickSilverError, RuntimeModule, Trace, apply, architecture_of
 
 MECHANISMS: dict[str, Any] = {
     "halting": lambda: Halting(tau_drift=0.95, window=(0.0, 1.0), missing_kv="project", resume_layers=1, tau_entropy=None),
@@ -99,6 +99,8 @@ def check(model: PreTrainedModel, batch: Batch, modules: list[RuntimeModule], da
     """whole: nothing is quantized and no decision hangs on the last digit, so a replay is the run to the bit."""
     # States stay packed between decision layers.
     layers = data.draw(st.none() | st.sampled_from([(0,), (2,), (0, 3), (1, 2)])) if whole else None
+    for module in modules:
+        module.bind(architecture_of(model))
     if layers and not all(any(map(module.acts_at, layers)) for module in modules):
         layers = None
     options: dict[str, Any] = {"chunks": data.draw(st.none() | tiny.chunkings(batch.width)), "decision_layers": layers}

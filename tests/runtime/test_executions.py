@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thinning import diagonal, draws
-from tiny import Batch, Capacity, Does, DriftBelow, HaltAll, Hashed, SkipLeastAttended
+from tiny import Batch, Capacity, Does, HaltAll, Hashed, SkipLeastAttended
 
+from quicksilver.modules import Halting
 from quicksilver.runtime import MISSING_KV, LayerView, QuickSilverError, TokenState, apply
 from quicksilver.runtime.architecture import architecture_of
 
@@ -163,8 +164,9 @@ def test_entropy_is_that_of_the_logit_lens_in_nats(name: str) -> None:
 
 def test_embeddings_instead_of_ids() -> None:
     model, batch = tiny.load("gpt2"), Batch((tuple(range(1, 12)), (5, 6, 7)))
-    policy = DriftBelow(0.8)
+    policy = Halting(tau_drift=0.8, tau_entropy=None, resume_layers=0)
     expected = tiny.forward(model, batch, [policy])
+    assert expected.trace.active_counts()[-1] < 14
     inputs = batch.inputs()
     embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
     with apply(model, [policy]) as run:

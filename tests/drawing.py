@@ -1,14 +1,12 @@
-"""Modules that several tests run: all four mechanisms, a preset, quantization with drawn options; and the widths of a trace. Nothing here is a test."""
+"""Modules that several tests run: all four mechanisms, a preset, quantization with drawn options. Nothing here is a test."""
 
 from typing import Any
 
 import tiny
-import torch
 from hypothesis import strategies as st
-from tiny import Batch
 
 from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, LinearMLP, PresetHalting, TokenFusion
-from quicksilver.runtime import RuntimeModule, Trace
+from quicksilver.runtime import RuntimeModule
 
 
 def all_four() -> list[RuntimeModule]:
@@ -51,9 +49,3 @@ def quantizing(causal: bool = True) -> st.SearchStrategy[AdaptiveQuantization]:
         st.sampled_from(rules), st.sampled_from(executions), st.sampled_from([0.2, 0.5]), reassign=st.booleans(), kv=st.booleans(),
         kv_group_size=st.sampled_from([32, 3]),
     )  # fmt: skip
-
-
-def bits_of(batch: Batch, trace: Trace) -> list[torch.Tensor]:
-    """By row, (L, n): the width of its real tokens in every layer."""
-    joined = torch.stack([torch.cat([p.bits(layer) for p in trace.passes], dim=1) for layer in range(trace.n_layers)], dim=1)
-    return [row.T for row in batch.real(joined.transpose(1, 2))]

@@ -8,14 +8,17 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import thinning
 import torch
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from quicksilver.modules import Halting
 from quicksilver.modules.fitted import BoundTranslator, ModelShape, Translator, model_digest
 from quicksilver.modules.linear_mlp import LinearMap, MLPMaps
 from quicksilver.runtime import (
@@ -59,21 +62,12 @@ def unlike_first(names: Sequence[str]) -> list[str]:
     return sorted(names, key=lambda name: name not in UNALIKE)
 
 
-def with_attention(names: Sequence[str], *, all_sdpa: bool = False) -> list[Any]:
-    """(name, attention) of every family under both implementations, those that are like another one marked slow; `all_sdpa`: not under sdpa."""
-    return [
-        pytest.param(name, attention, marks=() if name in UNALIKE or (all_sdpa and attention == "sdpa") else pytest.mark.slow)
-        for attention in ("sdpa", "eager")
-        for name in names
-    ]
-
-
-NO_DATA = "no data folder: set QUICKSILVER_DATA, or put the files of docs/design.md §9 into ../shared/data"
-
-
-def data_folder() -> Path | None:
+def data_folder() -> Path:
+    """The data folder: `QUICKSILVER_DATA`, else ../shared/data. Skips the test where it is absent."""
     root = Path(os.environ.get("QUICKSILVER_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
-    return root if root.is_dir() else None
+    if not root.is_dir():
+        pytest.skip("no data folder: set QUICKSILVER_DATA, or put the files of docs/design.md §9 into ../shared/data")
+    return root
 
 
 # -- models ----------------------------------------------------------------------------------------------------------------------
@@ -113,10 +107,7 @@ def build(family: str, **changes: Any) -> PreTrainedModel:
 def load(name: str, attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model of that name: a family, or the trained stories260K. Skips the test where the data folder is absent."""
     if name == STORIES:
-        root = data_folder()
-        if root is None:
-            pytest.skip(NO_DATA)
-        model = AutoModelForCausalLM.from_pretrained(root / STORIES).eval()
+        model = AutoModelForCausalLM.from_pretrained(data_folder() / STORIES).eval()
     else:
         model = build(name)
     model.set_attn_implementation("eager" if name in EAGER_ONLY else attention)
@@ -188,13 +179,11 @@ def batches(low: int = 1, high: int = 16, padded: bool | None = None) -> st.Sear
 
 
 def chunkings(n: int) -> st.SearchStrategy[list[int]]:
-    """Ways to cut n columns into passes."""
-
-    def sizes(cuts: list[bool]) -> list[int]:
-        ends = [i + 1 for i, cut in enumerate(cuts) if cut] + [n]
-        return [end - start for start, end in zip([0, *ends], ends, strict=False)]
-
-    return st.lists(st.booleans(), min_size=n - 1, max_size=n - 1).map(sizes)
+    """Ways to cut n columns into passes: anywhere, or a prompt and single tokens after it; at a few places in the quick suite."""
+    most = n - 1 if thinning.whole else min(n - 1, 4)
+    anywhere = st.sets(st.integers(1, max(n - 1, 1)), max_size=most)
+    decoded = st.integers(0, most).map(lambda tokens: set(range(n - tokens, n)))
+    return st.one_of(anywhere, decoded).map(lambda cuts: [stop - start for start, stop in pairwise([0, *sorted(cuts), n])])
 
 
 # -- policies --------------------------------------------------------------------------------------------------------------------
@@ -207,8 +196,9 @@ def chance(seed: int, layer: int, slots: torch.Tensor, ids: torch.Tensor) -> tor
     return (x % 10007).float() / 10007
 
 
+@functools.lru_cache(16)
 def random_translators(architecture: Architecture) -> dict[int, BoundTranslator]:
-    """A map to K and V of about the size of the layers' own, for every layer that a token may halt after."""
+    """A map to K and V of about the size of the layers' own, for every layer that a token may halt after; the same for all modules of a run."""
     shape = ModelShape.of(architecture)
     return {layer: BoundTranslator(_random_translator(shape, layer + 1), architecture) for layer in range(shape.n_layers - 2)}
 
@@ -262,13 +252,7 @@ class Halts(TokenPolicy):
 
     @property
     def translators(self) -> dict[int, BoundTranslator]:
-        if self.missing_kv not in ("predict", "mixed"):
-            return {}
-        # Kept on the adapter: all modules of a run halt with the same ones.
-        kept = vars(self._architecture)
-        if "random_translators" not in kept:
-            kept["random_translators"] = random_translators(self._architecture)
-        return kept["random_translators"]
+        return random_translators(self._architecture) if self.missing_kv in ("predict", "mixed") else {}
 
     def _halt(self, view: LayerView, tokens: TokenState, mask: torch.Tensor, mode: str | None = None) -> None:
         mode = mode or self.missing_kv
@@ -324,35 +308,6 @@ class Hashed(Halts):
         for layer in reversed(range(n_layers - 1)):
             depth[self.halts(layer, slots, ids)] = layer
         return depth
-
-
-@dataclass
-class DriftBelow(Halts):
-    """Causal, threshold-like: a token halts once its relative drift is below tau. Reads floating-point states."""
-
-    tau: float = 0.4
-    missing_kv: str = "project"
-    resume_layers: int = 0
-    priority = 10
-
-    def decide(self, view: LayerView, tokens: TokenState) -> None:
-        drift = (view.after - view.before).norm(dim=-1) / view.after.norm(dim=-1)
-        self._halt(view, tokens, (drift < self.tau) & (view.slots > 0))
-
-
-@dataclass
-class EntropyBelow(Halts):
-    """Causal: a token halts once the logit lens is sure; asks only about tokens with an even id."""
-
-    nats: float = 3.5
-    missing_kv: str = "drop"
-    priority = 10
-
-    def decide(self, view: LayerView, tokens: TokenState) -> None:
-        candidates = tokens.active & (view.input_ids % 2 == 0) & (view.slots > 0)
-        sure = candidates.clone()
-        sure[candidates] = view.logit_entropy_nats(candidates) < self.nats
-        self._halt(view, tokens, sure)
 
 
 @dataclass
@@ -464,15 +419,13 @@ def hashed(missing_kv: Sequence[str] = (*MISSING_KV, "mixed"), protect: int = 1)
 
 
 def causal_policies() -> st.SearchStrategy[list[RuntimeModule]]:
-    """One or more causal modules, alone and together."""
-    modes = st.sampled_from(MISSING_KV)
-    return st.one_of(
-        hashed().map(lambda m: [m]),
-        st.tuples(st.builds(DriftBelow, tau=st.sampled_from([0.3, 0.6, 0.9]), missing_kv=modes, resume_layers=st.integers(0, 2))).map(list),
-        st.tuples(st.builds(EntropyBelow, nats=st.sampled_from([3.4, 3.7]), missing_kv=modes)).map(list),
-        st.tuples(hashed(("drop",)), st.builds(DriftBelow, missing_kv=modes)).map(list),
-        st.tuples(st.builds(MapsMLPs, share=st.sampled_from([0.3, 1.0])), hashed()).map(list),
+    """One or more causal modules, alone and together; those of thresholds read floating-point states."""
+    stops = st.builds(
+        Halting, tau_drift=st.sampled_from([0.3, 0.6, 0.9]), tau_entropy=st.sampled_from([None, 3.4, 3.7]), window=st.just((0.0, 1.0)),
+        protect_first=st.just(1), missing_kv=st.sampled_from(["drop", "project", "copy", "zero"]), resume_layers=st.integers(0, 2),
     )  # fmt: skip
+    maps = st.builds(MapsMLPs, share=st.sampled_from([0.3, 1.0]))
+    return st.one_of(*(st.tuples(*one).map(list) for one in ([hashed()], [stops], [hashed(("drop",)), stops], [maps, hashed()])))
 
 
 def prompt_policies() -> st.SearchStrategy[list[RuntimeModule]]:
@@ -526,10 +479,12 @@ def passes(model: PreTrainedModel, inputs: dict[str, torch.Tensor], chunks: Sequ
 
 
 def decisions(batch: Batch, trace: Trace) -> list[dict[str, torch.Tensor]]:
-    """By row: halt_layer, halted_kv, resume_layer, kv_layer of its real tokens, all passes joined."""
+    """By row, of its real tokens, all passes joined: halt_layer, halted_kv, resume_layer, kv_layer, (n,) each, and the bits in every layer, (n, L)."""
     names = ("halt_layer", "halted_kv", "resume_layer", "kv_layer")
     joined = {name: torch.cat([getattr(p, name) for p in trace.passes], dim=1) for name in names}
-    return [{name: batch.real(joined[name])[i] for name in names} for i in range(len(batch.rows))]
+    widths = [torch.stack([p.bits(layer) for layer in range(trace.n_layers)], dim=-1) for p in trace.passes]
+    joined["bits"] = torch.cat(widths, dim=1)
+    return [{name: batch.real(joined[name])[i] for name in joined} for i in range(len(batch.rows))]
 
 
 def assert_same_decisions(a: list[dict[str, torch.Tensor]], b: list[dict[str, torch.Tensor]]) -> None:
@@ -543,6 +498,12 @@ def assert_close(a: Sequence[torch.Tensor] | torch.Tensor, b: Sequence[torch.Ten
     for left, right in zip(a, b, strict=True):
         largest = float(right.abs().max()) if right.numel() else 0.0
         torch.testing.assert_close(left, right, atol=atol * max(1.0, largest / 10), rtol=1e-5)
+
+
+def assert_same_run(batch: Batch, one: Outcome, other: Outcome, atol: float = 1e-5) -> None:
+    """The same decisions about real tokens, and their logits as close as `assert_close` has it."""
+    assert_close(batch.real(one.logits), batch.real(other.logits), atol)
+    assert_same_decisions(decisions(batch, one.trace), decisions(batch, other.trace))
 
 
 @contextmanager

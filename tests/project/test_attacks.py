@@ -19,7 +19,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from saying import unsaid
+from saying import refused_in_a_line, unsaid
 from thinning import first
 
 from quicksilver.cli import main as console
@@ -39,46 +39,39 @@ PROGRESS = re.compile(r"This needs \d+ run|\[\d+/\d+\] ")
 
 
 @pytest.fixture
-def refused(world, tmp_path, prints) -> Callable[..., str]:
-    """Gives the words to `quicksilver run`, which must refuse them; returns the one line it says."""
+def refused(request, world, tmp_path, prints) -> Callable[..., str]:
+    """Gives the words to `quicksilver run`, or to the harness behind it where the parameter says so; returns the one line of the refusal."""
 
-    def ask(*words: str) -> str:
-        results = [] if any(word.startswith("results_dir=") for word in words) else [f"results_dir={tmp_path / 'results'}"]
-        out, err = prints("run", *world, *results, *words, code=2)
+    def by_the_command(words: list[str]) -> str:
+        out, err = prints("run", *words, code=2)
         assert out == ""
-        lines = [line for line in err.splitlines() if not PROGRESS.match(line)]
-        assert len(lines) == 1, err
-        assert_nothing_measured(tmp_path / "results")
-        return lines[0].removeprefix("quicksilver: ")
+        (line,) = (line for line in err.splitlines() if not PROGRESS.match(line))
+        return line.removeprefix("quicksilver: ")
 
-    return ask
-
-
-def assert_nothing_measured(results: Path) -> None:
-    """That of the dense run before it may be there."""
-    records = (results / "runs").glob("[!.]*/record.json")
-    assert all(json.loads(path.read_text())["modules"] == [] for path in records)
-
-
-@pytest.fixture
-def refused_by_the_harness(world, tmp_path) -> Callable[..., str]:
-    """The same past the command line, which composes every run anew."""
+    def by_the_harness(words: list[str]) -> str:
+        with refused_in_a_line(kind=QuickSilverError) as caught:
+            ensure([compose(words)])
+        assert "layer -" not in str(caught.value)  # no layer has a negative number
+        return str(caught.value)
 
     def ask(*words: str) -> str:
-        with pytest.raises(QuickSilverError) as caught:
-            ensure([compose([*world, f"results_dir={tmp_path / 'results'}", *words])])
-        said = str(caught.value)
-        assert not re.search(r"\n|layer -", said)  # no layer has a negative number
-        assert_nothing_measured(tmp_path / "results")
+        given = any(word.startswith("results_dir=") for word in words)
+        results = tmp_path / "results"
+        said = door([*world, *([] if given else [f"results_dir={results}"]), *words])
+        # Nothing was measured: the dense run before it may be there.
+        assert all(json.loads(path.read_text())["modules"] == [] for path in (results / "runs").glob("[!.]*/record.json"))
         return said
 
+    door = by_the_harness if getattr(request, "param", "command") == "harness" else by_the_command
     return ask
 
 
 def door_first(attacks: Collection[str], n: int = 1, quick: int | None = None) -> pytest.MarkDecorator:
-    """The attacks, each with the fixture that it is made by; those after the first `quick` are left to `make test-all`."""
-    made = [(attack, "refused" if i < n else "refused_by_the_harness") for i, attack in enumerate(attacks)]
-    return pytest.mark.parametrize(("attack", "way"), first(made, len(made) if quick is None else quick))
+    """The attacks, the first `n` through the command line; those after the first `quick` are left to `make test-all`."""
+    made = [(attack, "command" if i < n else "harness") for i, attack in enumerate(attacks)]
+    return pytest.mark.parametrize(
+        ("attack", "refused"), first(made, len(made) if quick is None else quick), indirect=["refused"]
+    )
 
 
 # -- words of the command line ----------------------------------------------------------------------------------------------------
@@ -115,9 +108,9 @@ OF_THE_LINE_ITSELF = (
 
 
 @door_first([*OF_THE_LINE_ITSELF, *(attack for attack in WORDS if attack not in OF_THE_LINE_ITSELF)], len(OF_THE_LINE_ITSELF) + 1)
-def test_words_that_make_no_sense(attack, way, request):
+def test_words_that_make_no_sense(attack, refused):
     words, says = WORDS[attack]
-    assert unsaid(request.getfixturevalue(way)(*words), *says) == []
+    assert unsaid(refused(*words), *says) == []
 
 
 # -- programs in a config ---------------------------------------------------------------------------------------------------------
@@ -138,9 +131,9 @@ TARGETS = {
 
 
 @door_first(TARGETS, 2, quick=6)
-def test_a_target_that_is_no_module_is_not_called(attack, way, request, tmp_path):
+def test_a_target_that_is_no_module_is_not_called(attack, refused, tmp_path):
     touched = tmp_path / "touched"
-    said = request.getfixturevalue(way)(f"+modules.x._target_={attack}", f"+modules.x.args=[touch,{touched}]")
+    said = refused(f"+modules.x._target_={attack}", f"+modules.x.args=[touch,{touched}]")
     assert unsaid(said, f"modules.x._target_={attack.strip(chr(39))}", TARGETS[attack]) == []
     assert not touched.exists()
 
@@ -244,10 +237,10 @@ LINES = {
 
 
 @door_first(LINES)
-def test_a_line_that_is_no_document(attack, way, request, tmp_path):
+def test_a_line_that_is_no_document(attack, refused, tmp_path):
     content, says = LINES[attack]
     (tmp_path / "lines").write_text(content + "\n", encoding="utf-8")
-    said = request.getfixturevalue(way)("dataset.reader=documents", f"dataset.files.test={tmp_path / 'lines'}")
+    said = refused("dataset.reader=documents", f"dataset.files.test={tmp_path / 'lines'}")
     assert unsaid(said, says, '{"text": "…"}') == []
 
 
@@ -261,15 +254,15 @@ def test_separators_inside_a_string_are_text(world, tmp_path):
     assert read_text(config.dataset).text == "\n\n".join(texts)
 
 
-def test_thresholds_are_not_calibrated_on_what_is_scored(refused_by_the_harness, world, tmp_path):
+def test_thresholds_are_not_calibrated_on_what_is_scored(refused, world, tmp_path):
     scored = next(word.partition("=")[2] for word in world if word.startswith("dataset.files.test="))
     copy = Path(shutil.copy(scored, tmp_path / "copy.txt"))
-    said = refused_by_the_harness("modules=[halting]", f"dataset.files.calibration={copy}")
+    said = refused("modules=[halting]", f"dataset.files.calibration={copy}")
     assert unsaid(said, str(copy), "the text that is scored", "dataset.files.calibration") == []
     words = Path(scored).read_text().split()
     for other in ([*words, "\n", "\n"], ["Before", *words, "behind."], words[: len(words) // 2]):
         copy.write_text(" ".join(other * 3))
-        said = refused_by_the_harness("modules=[halting]", f"dataset.files.calibration={copy}")
+        said = refused("modules=[halting]", f"dataset.files.calibration={copy}")
         assert re.search(r"has (4\d|50|100)% of the scored text's runs of 13 words, and at most 20% are let through", said)
 
 
@@ -319,12 +312,12 @@ MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @door_first(MODELS, quick=8)
-def test_a_model_that_is_not_whole(attack, way, request, world, tmp_path):
+def test_a_model_that_is_not_whole(attack, refused, world, tmp_path):
     change, says = MODELS[attack]
     source = next(word.partition("=")[2] for word in world if word.startswith("model.path="))
     folder = Path(shutil.copytree(source, tmp_path / "model"))
     change(folder)
-    said = request.getfixturevalue(way)(f"model.path={folder}")
+    said = refused(f"model.path={folder}")
     assert unsaid(said, says, str(folder)) == []
 
 
@@ -350,16 +343,16 @@ CALIBRATIONS: dict[str, Any] = {
 
 
 @door_first(CALIBRATIONS)
-def test_a_calibration_file_of_wrong_types(attack, way, request, tmp_path):
+def test_a_calibration_file_of_wrong_types(attack, refused, tmp_path):
     path = tmp_path / "calibration.json"
     path.write_text(json.dumps(CALIBRATIONS[attack]))
-    said = request.getfixturevalue(way)(*HALTING, "modules.halting.tau_drift=p25", f"modules.halting.calibration={path}")
+    said = refused(*HALTING, "modules.halting.tau_drift=p25", f"modules.halting.calibration={path}")
     assert unsaid(said, str(path), "quicksilver calibrate") == []
 
 
-def test_a_calibration_that_is_no_path(refused_by_the_harness):
+def test_a_calibration_that_is_no_path(refused):
     for value in ("3", "[3]", "{a: 3}"):
-        said = refused_by_the_harness(*HALTING, "modules.halting.tau_drift=p25", f"modules.halting.calibration={value}")
+        said = refused(*HALTING, "modules.halting.tau_drift=p25", f"modules.halting.calibration={value}")
         assert "must be a Calibration or a path or null" in said
 
 
@@ -436,7 +429,6 @@ def read_only(monkeypatch, folder: Path) -> None:
 def test_a_table_on_a_full_or_read_only_disk_leaves_nothing_behind(number, tmp_path, monkeypatch):
     write_files(tmp_path, {"before.md": b"kept"})
     monkeypatch.setattr(Path, "replace", Mock(side_effect=OSError(number, os.strerror(number))))
-    with pytest.raises(QuickSilverError, match=f"{os.strerror(number)}.*results_dir=…") as caught:
+    with refused_in_a_line(os.strerror(number), "results_dir=…", kind=QuickSilverError):
         write_files(tmp_path, {"table.md": b"content"})
-    assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["before.md"]

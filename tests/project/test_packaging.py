@@ -1,5 +1,6 @@
 """What a stranger gets with a clone: the Makefile, the lock file, the package's description, the documentation."""
 
+import functools
 import importlib.metadata
 import os
 import re
@@ -122,6 +123,15 @@ MACHINES = {
 GPU = re.compile(r"nvidia-(?!ml-py)|cuda-|triton$")  # torch pins those of its CUDA build
 
 
+@functools.cache
+def needs(name: str) -> list[Requirement]:
+    """What a package says that it needs; nothing of one that is of another machine alone."""
+    try:
+        return [Requirement(line) for line in importlib.metadata.requires(name) or ()]
+    except importlib.metadata.PackageNotFoundError:
+        return []
+
+
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
 def test_the_lock_is_whole_on_other_machines(machine):
     """What the packages installed here say they need there, by evaluating their markers, is in the lock, in a version they accept."""
@@ -137,12 +147,8 @@ def test_the_lock_is_whole_on_other_machines(machine):
             seen.add((name, extra))
             assert name in locked, f"{of} needs {wanted}, which requirements.lock does not pin"
             assert wanted.specifier.contains(locked[name], prereleases=True), f"{of} needs {wanted}, locked is {locked[name]}"
-            try:
-                needs = importlib.metadata.requires(name) or []
-            except importlib.metadata.PackageNotFoundError:
-                continue  # of another machine alone
-            for one in map(Requirement, needs):
-                if one.marker is None or any(one.marker.evaluate({**machine, "extra": which}) for which in ("", extra)):
+            for one in needs(name):
+                if one.marker is None or any(one.marker.evaluate({**machine, "extra": which}) for which in {"", extra}):
                     ask.append((one, name))
     assert set(locked) - {name for name, _ in seen} == set()  # and nothing is pinned that nobody asks for
 
@@ -211,8 +217,6 @@ def test_the_check_of_files_refuses_what_is_unclean_or_large_outside_of_results(
 
 
 # --- what is written -------------------------------------------------------------------------------------------------------
-
-
 def test_the_readmes_runs_compose():
     lines = re.findall(r"^quicksilver run (.*)$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert lines

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from quicksilver.measure import count_executed
 from quicksilver.modules import AdaptiveQuantization, Halting, KVSkipping, RandomHalting, Replay, TokenFusion
-from quicksilver.runtime import QuickSilverError, RuntimeModule, Trace, apply
+from quicksilver.runtime import QuickSilverError, RuntimeModule, Trace, apply, architecture_of
 
 MECHANISMS: dict[str, Any] = {
     "halting": lambda: Halting(tau_drift=0.95, window=(0.0, 1.0), missing_kv="project", resume_layers=1, tau_entropy=None),
@@ -99,6 +99,8 @@ def check(model: PreTrainedModel, batch: Batch, modules: list[RuntimeModule], da
     """whole: nothing is quantized and no decision hangs on the last digit, so a replay is the run to the bit."""
     # States stay packed between decision layers.
     layers = data.draw(st.none() | st.sampled_from([(0,), (2,), (0, 3), (1, 2)])) if whole else None
+    for module in modules:
+        module.bind(architecture_of(model))
     if layers and not all(any(map(module.acts_at, layers)) for module in modules):
         layers = None
     options: dict[str, Any] = {"chunks": data.draw(st.none() | tiny.chunkings(batch.width)), "decision_layers": layers}
@@ -131,14 +133,18 @@ def check(model: PreTrainedModel, batch: Batch, modules: list[RuntimeModule], da
     run.trace.save(path)
     replay = [Replay(Trace.load(path), like=modules)] if modules else []
     again = tiny.forward(model, batch, replay, chunks=options["chunks"])
-    assert not whole or torch.equal(torch.cat(batch.real(again.logits)), torch.cat(batch.real(run.logits)))
+    # A decoded token that no module is asked about needs no mask where a sliding window hides nothing yet; its replay has one: other sums.
+    windowed = any(map(run.run.arch.attention_window, range(tiny.LAYERS))) and 1 in (options["chunks"] or [])[1:]
+    assert not whole or windowed or torch.equal(torch.cat(batch.real(again.logits)), torch.cat(batch.real(run.logits)))
     assert (again.run.kv_bytes, again.run.flops.nominal) == (run.run.kv_bytes, flops.nominal)
     for other in (masked, again, tiny.forward(model, batch, replay, chunks=options["chunks"], execution="masked")):
-        same(batch, run, other)
+        tiny.assert_same_run(batch, run, other)
         assert all(getattr(flops, name) == getattr(other.run.flops, name) for name in ("nominal", "paper", "dense_paper"))
     # 3: another cut into passes
     if all(module.causal for module in modules):
-        same(batch, run, tiny.forward(model, batch, modules, **options | {"chunks": data.draw(tiny.chunkings(batch.width))}))
+        tiny.assert_same_run(
+            batch, run, tiny.forward(model, batch, modules, **options | {"chunks": data.draw(tiny.chunkings(batch.width))})
+        )
     if options["chunks"] is None:
         decided = tiny.forward(model, batch, modules, execution="decide", decision_layers=layers).logits
         tiny.assert_close(batch.real(decided), batch.real(tiny.forward(model, batch, []).logits))
@@ -149,7 +155,6 @@ def check(model: PreTrainedModel, batch: Batch, modules: list[RuntimeModule], da
                 tiny.assert_same_decisions(
                     tiny.decisions(batch.alone(i), alone.trace), tiny.decisions(batch, run.trace)[i : i + 1]
                 )
-                assert torch.equal(drawing.bits_of(batch.alone(i), alone.trace)[0], drawing.bits_of(batch, run.trace)[i])
     no_lookahead(model, max(batch.rows, key=len), modules, data)
 
 
@@ -160,12 +165,6 @@ def entries(trace: Trace, model: PreTrainedModel) -> int:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     count = sum(int(p.kv_present(layer).sum()) for p in trace.passes for layer in range(trace.n_layers))
     return count * 2 * kv_heads * head_dim * 4
-
-
-def same(batch: Batch, one: tiny.Outcome, other: tiny.Outcome) -> None:
-    tiny.assert_close(batch.real(one.logits), batch.real(other.logits))
-    tiny.assert_same_decisions(tiny.decisions(batch, one.trace), tiny.decisions(batch, other.trace))
-    assert all(map(torch.equal, drawing.bits_of(batch, one.trace), drawing.bits_of(batch, other.trace)))
 
 
 def no_lookahead(model: PreTrainedModel, row: tuple[int, ...], modules: list[RuntimeModule], data: st.DataObject) -> None:

@@ -71,7 +71,7 @@ def test_a_second_thread_in_the_middle_of_a_pass_is_refused() -> None:
 def test_after_a_decode_pass_that_was_interrupted_modules_act_again() -> None:
     """torch calls no hook after KeyboardInterrupt."""
     model = tiny.load("llama")
-    with torch.no_grad(), apply(model, [Preset(schedule=Schedule(1, 0.25, 3, 2, 5))]) as run:
+    with apply(model, [Preset(schedule=Schedule(1, 0.25, 3, 2, 5))]) as run:
         output = model(**BATCH.inputs(), use_cache=True)
         handle = model.model.layers[2].register_forward_pre_hook(Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):  # no module acts on a token that is decoded: layers append by themselves
@@ -89,7 +89,7 @@ def test_a_thread_that_is_refused_leaves_the_pass_of_another_as_it_is() -> None:
         inside.set()
         assert go_on.wait(30)
 
-    with torch.no_grad(), apply(model, [Preset(schedule=Schedule(1, 0.25, 3, 2, 5))]) as run, ThreadPoolExecutor(1) as pool:
+    with apply(model, [Preset(schedule=Schedule(1, 0.25, 3, 2, 5))]) as run, ThreadPoolExecutor(1) as pool:
         caches = [model(**BATCH.inputs(), use_cache=True).past_key_values for _ in range(2)]
         run.reset()
         token = BATCH.ids[:, :1]

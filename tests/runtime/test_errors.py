@@ -1,10 +1,7 @@
 """What cannot be done is refused in one message that names the value and the remedy."""
 
-import ast
 import math
-import sys
 from copy import copy
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -198,16 +195,6 @@ def test_a_layer_called_on_its_own_or_a_model_called_with_nothing_is_refused() -
         model.model.layers[0](torch.zeros(1, 3, tiny.WIDTH))
     with pytest.raises((ConfigError, ValueError), match="input_ids"), apply(model, [Hashed()]):
         model()
-
-
-def test_the_runtime_stands_on_its_own() -> None:
-    """No config system, no data frames. That it knows no upper floor: tests/project/test_floors.py."""
-    found = set()
-    for path in Path(runtime.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [one.name for one in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None)]
-            found |= {name.split(".")[0] for name in names if name}
-    assert found - sys.stdlib_module_names == {"quicksilver", "torch", "transformers", "safetensors", "numpy"}
 
 
 def test_public_names_are_there() -> None:

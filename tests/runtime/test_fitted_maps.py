@@ -4,11 +4,13 @@ often, at what cost."""
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import pytest
 import tiny
 import torch
 from drawing import Preset, RandomMLP
+from thinning import diagonal
 from tiny import EVEN, RAGGED, Batch, Does, MapsMLPs
 
 from quicksilver.baselines.number_formats import BFloat16, Int8Dynamic
@@ -59,11 +61,11 @@ def test_what_mlps_save_is_the_same_within_the_block_and_after_it_whatever_their
 ) -> None:
     model, flops, some = tiny.load("gpt2"), {}, partial(RandomMLP, protect_first=1, protect_last=3)
     for name, modules in {"maps": [some()], "both": [some(), transform()], "alone": [transform()], "none": []}.items():
-        with torch.no_grad(), apply(model, modules) as run:
+        with apply(model, modules) as run:
             model(**EVEN.inputs())
             within = run.flops
         flops[name] = within.executed
-        with torch.no_grad(), apply(model, modules) as run:
+        with apply(model, modules) as run:
             model(**EVEN.inputs())
         assert run.flops == within
     assert flops["maps"] < flops["none"]
@@ -72,20 +74,31 @@ def test_what_mlps_save_is_the_same_within_the_block_and_after_it_whatever_their
         assert flops["both"] == flops["maps"]
 
 
-@pytest.mark.parametrize("counted", [False, True])
-@pytest.mark.parametrize("execution", ["compact", "masked"])
-@pytest.mark.parametrize("name", tiny.FAMILIES)
-def test_the_cache_holds_what_was_projected_then_what_was_predicted(name: str, execution: str, counted: bool) -> None:
-    model = tiny.load(name)
+HOW = [  # executed, whether the policy says how many halt, and whether they are few
+    ("compact", False, True), ("compact", True, False), ("compact", True, True), ("masked", False, True), ("masked", True, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "how"), diagonal(tiny.unlike_first(tiny.FAMILIES), HOW, n=36), ids=str)
+def test_the_cache_holds_what_was_projected_then_what_was_predicted(
+    name: str, how: tuple[Any, bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys of few tokens are rotated for all layers at once, others layer by layer."""
+    model, (execution, counted, few) = tiny.load(name), how
     arch = architecture_of(model)
     states = model(**BATCH.inputs(), use_cache=False, output_hidden_states=True).hidden_states  # entering each layer
     frozen = states[AT + 1]  # nobody has halted before: these are the dense model's
     translator = Constant(arch)
+    if not few:
+        monkeypatch.setattr("quicksilver.runtime.translation._SMALL", 0)
     with apply(model, [every_second(translator, count_per_row=7 if counted else None)], execution=execution) as run:
         cache = model(**BATCH.inputs(), use_cache=True).past_key_values
     assert len(translator.asked) == 1
     assert translator.asked[0][1] == (7 if execution == "compact" else 14)
     assert int(run.trace.passes[0].halted_kv.max()) == 4
+    if execution == "compact":
+        kinds_of_factors = {"gpt2": 0, "gemma3": 2}.get(name, 1)
+        assert len(translator.made[0]._rotated) == few * kinds_of_factors
     kinds = model.config.layer_types if name == "gemma3" else [None] * arch.n_layers  # whose rotary factors are its own
     positions = torch.arange(BATCH.width)[None]
     rotaries = [None if name == "gpt2" else model.base_model.rotary_emb(frozen, positions, *filter(None, [of])) for of in kinds]
@@ -248,7 +261,7 @@ def test_with_tokens_at_fewer_bits_compact_is_masked() -> None:
 @pytest.mark.parametrize("protect", [0, 2])
 def test_with_tokens_at_fewer_bits_the_mlps_that_ran_are_counted(protect: int) -> None:
     modules = [RandomMLP(protect_first=protect, protect_last=protect), AdaptiveQuantization(bits=8, depth=0.2)]
-    with torch.no_grad(), apply(tiny.load("gpt2"), modules) as run:
+    with apply(tiny.load("gpt2"), modules) as run:
         counted = count_executed(lambda: run.arch.model(EVEN.ids, use_cache=True))
     assert run.flops.executed == pytest.approx(counted, rel=0.01)
 

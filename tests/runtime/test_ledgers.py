@@ -134,7 +134,7 @@ def test_drafts_that_are_taken_back_leave_nothing_in_a_layer_that_had_no_entry()
     model, found = tiny.load("llama"), []
     for execution in ("compact", "masked"):
         leave = tiny.Does(lambda view, tokens: tokens.halt(tokens.active & (view.slots < 4), missing_kv="drop"), at=0)
-        with torch.no_grad(), apply(model, [leave], execution=execution):
+        with apply(model, [leave], execution=execution):
             cache = model(TWO.ids[:, :4], use_cache=True).past_key_values
             cache.crop(-2)
             cache = model(TWO.ids[:, 2:8], past_key_values=cache).past_key_values

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from thinning import draws
 from tiny import Batch, Hashed
 
-from quicksilver.modules import Replay
+from quicksilver.modules import Halting, Replay
 from quicksilver.runtime import Trace, apply
 
 TENSORS = ("valid", "halt_layer", "halted_kv", "resume_layer", "kv_layer")
@@ -21,7 +21,9 @@ TENSORS = ("valid", "halt_layer", "halted_kv", "resume_layer", "kv_layer")
 def test_a_replay_needs_no_signal() -> None:
     """The policy apart from its execution: entropies and attentions are not computed again."""
     model, batch = tiny.load("llama"), Batch((tuple(range(1, 17)),))
-    made = tiny.forward(model, batch, [tiny.Capacity(0.5, signal="attention"), tiny.EntropyBelow(3.6)])
+    made = tiny.forward(
+        model, batch, [tiny.Capacity(0.5, signal="attention"), Halting(tau_drift=9.0, tau_entropy=3.6, resume_layers=0)]
+    )
     assert made.run.flops.signals > 0
     assert made.trace.active_counts()[-1] < 16
     again = tiny.forward(model, batch, [Replay(made.trace)])

@@ -21,7 +21,7 @@ MODULES = {"none": [], "silent": [Never()], "attentive": [Never(attention=True, 
 IDS = torch.arange(1, 12)[None]
 
 
-@pytest.mark.parametrize(("name", "attention"), tiny.with_attention(tiny.MODELS, all_sdpa=True))
+@pytest.mark.parametrize(("name", "attention"), diagonal(tiny.unlike_first(tiny.MODELS), ("sdpa", "eager"), n=18))
 @given(batch=tiny.batches(high=14), which=st.sampled_from(sorted(MODULES)), data=st.data())
 @settings(max_examples=draws(10))
 def test_without_a_decision_the_logits_are_the_plain_models_bit_for_bit(name, attention, batch, which, data):

@@ -27,10 +27,7 @@ def test_what_cannot_be_drawn_is_one_line(tmp_path, capsys):
 @pytest.mark.slow
 def test_gpt2_large_end_to_end(tmp_path):
     """774 million random parameters, one window of WikiText-103: planned, drawn, run, and what the plan said of it holds."""
-    root = tiny.data_folder()
-    if root is None:
-        pytest.skip(tiny.NO_DATA)
-    folder = tmp_path / "gpt2-large"
+    root, folder = tiny.data_folder(), tmp_path / "gpt2-large"
     assert random_model.write("gpt2-large", folder, root / "gpt2-tokenizer") == 774_030_080
     words = [
         "model=gpt2-large", f"model.path={folder}", "model.device_map=cpu", "dataset=wikitext103", "dataset.windows=2", "protocol.batch_size=1",

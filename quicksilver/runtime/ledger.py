@@ -166,7 +166,7 @@ def pass_flops(arch: Architecture, work: PassWork, trace: PassTrace, beta: Mappi
         cached = work.past_lengths[layer] if work.past_lengths else 0
         key = (*own, span, cached if isinstance(cached, int) else tuple(cached.tolist()))
         if decided or key not in alike:
-            alike[key] = of_layer(layer, own, own + [span] * (span is not None), cached)
+            alike[key] = of_layer(layer, own, own if span is None else [*own, span], cached)
         totals = [total + more for total, more in zip(totals, alike[key], strict=True)]
     nominal, dense_nominal, paper, dense_paper = totals
     return Flops(work.executed(arch), nominal, round(paper), work.signal_flops, dense_nominal, round(dense_paper))

@@ -4,13 +4,11 @@ often, at what cost."""
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import pytest
 import tiny
 import torch
 from drawing import Preset, RandomMLP
-from thinning import diagonal
 from tiny import EVEN, RAGGED, Batch, Does, MapsMLPs
 
 from quicksilver.baselines.number_formats import BFloat16, Int8Dynamic
@@ -19,6 +17,7 @@ from quicksilver.measure import count_executed
 from quicksilver.modules import AdaptiveQuantization, Replay, Schedule, shuffled
 from quicksilver.modules.linear_mlp import LinearMap, Neurons
 from quicksilver.runtime import Architecture, LayerView, TokenState, Transform, apply, architecture_of
+from quicksilver.runtime.run import Execution
 from quicksilver.runtime.translation import PredictedKV
 
 AT = 1  # tokens halt after this layer: the source layer is the next one
@@ -33,7 +32,6 @@ class Constant:
     source_layer: int = AT + 1
     flops_per_token: int = 1000
     asked: list[torch.Size] = field(default_factory=list)
-    made: list[PredictedKV] = field(default_factory=list)
 
     def translate(self, hidden: torch.Tensor) -> PredictedKV:
         self.asked.append(hidden.shape)
@@ -41,8 +39,7 @@ class Constant:
         states = hidden[:, None, :, : of.head_dim].expand(-1, of.n_kv_heads, -1, -1)
         layers = range(self.source_layer + 1, of.n_layers)
         keys, values = (torch.stack(parts) for parts in ([states * i for i in layers], [states / i for i in layers]))
-        self.made.append(PredictedKV(layers[0], keys, values))
-        return self.made[-1]
+        return PredictedKV(layers[0], keys, values)
 
 
 def every_second(translator: Constant | None, missing_kv: str = "predict", count_per_row: int | None = None) -> Does:
@@ -74,31 +71,20 @@ def test_what_mlps_save_is_the_same_within_the_block_and_after_it_whatever_their
         assert flops["both"] == flops["maps"]
 
 
-HOW = [  # executed, whether the policy says how many halt, and whether they are few
-    ("compact", False, True), ("compact", True, False), ("compact", True, True), ("masked", False, True), ("masked", True, False),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "how"), diagonal(tiny.unlike_first(tiny.FAMILIES), HOW, n=36), ids=str)
-def test_the_cache_holds_what_was_projected_then_what_was_predicted(
-    name: str, how: tuple[Any, bool, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Keys of few tokens are rotated for all layers at once, others layer by layer."""
-    model, (execution, counted, few) = tiny.load(name), how
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_the_cache_holds_what_was_projected_then_what_was_predicted(name: str, execution: Execution, counted: bool) -> None:
+    model = tiny.load(name)
     arch = architecture_of(model)
     states = model(**BATCH.inputs(), use_cache=False, output_hidden_states=True).hidden_states  # entering each layer
     frozen = states[AT + 1]  # nobody has halted before: these are the dense model's
     translator = Constant(arch)
-    if not few:
-        monkeypatch.setattr("quicksilver.runtime.translation._SMALL", 0)
     with apply(model, [every_second(translator, count_per_row=7 if counted else None)], execution=execution) as run:
         cache = model(**BATCH.inputs(), use_cache=True).past_key_values
     assert len(translator.asked) == 1
     assert translator.asked[0][1] == (7 if execution == "compact" else 14)
     assert int(run.trace.passes[0].halted_kv.max()) == 4
-    if execution == "compact":
-        kinds_of_factors = {"gpt2": 0, "gemma3": 2}.get(name, 1)
-        assert len(translator.made[0]._rotated) == few * kinds_of_factors
     kinds = model.config.layer_types if name == "gemma3" else [None] * arch.n_layers  # whose rotary factors are its own
     positions = torch.arange(BATCH.width)[None]
     rotaries = [None if name == "gpt2" else model.base_model.rotary_emb(frozen, positions, *filter(None, [of])) for of in kinds]

@@ -241,9 +241,10 @@ def bits_per_byte(
 ) -> float | None:
     """Bits per byte of `text` in disjoint windows of `context` tokens; the model comes back in the mode it was in."""
     windows, training = encode(text, tokenizer, context, max_windows), model.training
-    found = score(model.eval(), windows.ids, Protocol("all", context), windows.token_bytes)
-    model.train(training)
-    return found.bits_per_byte
+    try:
+        return score(model.eval(), windows.ids, Protocol("all", context), windows.token_bytes).bits_per_byte
+    finally:
+        model.train(training)
 
 
 def load_tokenizer(folder: Path, context_tokens: int = 512) -> PreTrainedTokenizerFast:

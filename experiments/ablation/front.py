@@ -148,8 +148,8 @@ def _found(frame: pd.DataFrame) -> Iterator[str]:
         kept_out[1:] = (f"tuned to save more, it {said}" for said in kept_out[1:])
         yield (
             f"{FOUND}tuned on calibration text, the paper's halting {saved(tuned)} of a prompt's FLOPs for "
-            f"{cost(tuned)} perplexity. At its default it {saved('isolated.halting')} for {cost('isolated.halting')}."
-            + (f" Kept out of the scored tokens it {'; '.join(kept_out)}." if kept_out else "")
+            f"{cost(tuned)} perplexity. At its default, halting {saved('isolated.halting')} for {cost('isolated.halting')}."
+            + (f" Limited to the prompt, tuned halting {'; '.join(kept_out)}." if kept_out else "")
         )
     if {"40", "truncated"} <= rows.keys():
         ours, cut = rows["40"], rows["truncated"]
@@ -160,7 +160,7 @@ def _found(frame: pd.DataFrame) -> Iterator[str]:
             kept = f" Of the dense model's greedy text {shares}."
         yield (
             f"{FOUND}predicting the K/V of stopped tokens (ours) {saved('40')} for {cost('40')} perplexity; truncating the prompt "
-            f"{saved('truncated')} for {cost('truncated')}. {'' if apart else 'Perplexity does not tell them apart. '}"
+            f"{saved('truncated')} for {cost('truncated')}. {'' if apart else 'Their intervals of perplexity overlap. '}"
             f"KL × 100 is {100 * ours['kl_nats']:.1f} against {100 * cut['kl_nats']:.1f}; when answers depend on distant context, perplexity changes by {cost('40', 'recall_')} "
             f"against {cost('truncated', 'recall_')}." + kept
         )

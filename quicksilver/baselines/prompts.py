@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from quicksilver.modules.checks import share_of
 from quicksilver.modules.signals import lowest, slot_draw
 from quicksilver.runtime import Architecture, ConfigError, Transform
 from quicksilver.runtime.options import Count, Positive, check_count, check_number
@@ -84,7 +83,7 @@ class PromptTruncation(Transform):
                 raise ConfigError(f"keep={self.keep} is more than the prompt's {int(n.max())} tokens: give fewer, or a share.")
             m = n.clamp(max=self.keep)
         else:
-            m = share_of(n, self.keep).clamp(min=1)
+            m = (n * self.keep + 0.5).floor().long().clamp(min=1)
         if self.which == "random":
             last = valid & (slots == n - 1)
             return last | lowest(slot_draw(self.seed, 0, slots, input_ids), valid & ~last, m - 1)

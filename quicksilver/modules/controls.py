@@ -15,8 +15,7 @@ import torch
 from quicksilver.modules.checks import active_first, check_known_ids, own_columns
 from quicksilver.modules.halting import HaltingPolicy, fill_up
 from quicksilver.modules.signals import Random, lowest
-from quicksilver.runtime import Architecture, CacheView, ConfigError, KVTranslator, LayerView, MLPMap, RuntimeModule, Span
-from quicksilver.runtime.architecture import architecture_of
+from quicksilver.runtime import Architecture, CacheView, ConfigError, KVTranslator, LayerView, MLPMap, RuntimeModule, Span, apply
 from quicksilver.runtime.module import EvictionPolicy, MergePolicy, PrecisionExecutor, SpanPolicy, TokenPolicy
 from quicksilver.runtime.options import Count, Fractions, Share, between, check_choice, check_count, check_token_ids
 from quicksilver.runtime.pass_state import MISSING_KV, Fusion, MissingKV, PassState, TokenState
@@ -429,8 +428,9 @@ def perfect_exit(
     pass_tokens = [input_ids.shape[1]] if pass_tokens is None else list(pass_tokens)
     if sum(pass_tokens) != input_ids.shape[1]:
         raise ConfigError(f"pass_tokens={pass_tokens} add up to {sum(pass_tokens)}, for {input_ids.shape[1]} columns.")
-    arch = architecture_of(model)
-    dense = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, output_hidden_states=True)
+    with apply(model, []) as run:  # refuses a model in training mode, and one that is under modules already
+        arch = run.arch
+        dense = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, output_hidden_states=True)
     final = dense.logits.argmax(-1).cpu()
     valid = torch.ones_like(final, dtype=torch.bool) if attention_mask is None else attention_mask.bool().cpu()
     slots, last = valid.long().cumsum(1) - 1, arch.n_layers - 1

@@ -44,8 +44,8 @@ class Holder:
 
 @dataclass(frozen=True)
 class Lease:
-    """One that this process holds, made by `take`; released at the end of a `with` block. A thread touches it until then; a child
-    process has no such thread, and so holds none of its parent's leases."""
+    """One that this process holds, made by `take`; released at the end of a `with` block. A thread touches it until then, in this
+    process and in none of its children."""
 
     path: Path
     holder: Holder
@@ -87,7 +87,11 @@ def take(path: Path) -> Lease | None:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(json.dumps(asdict(me)))
         lease = Lease(path, me)
-        threading.Thread(target=lease.beat_until_released, name="quicksilver-lease", daemon=True).start()
+        try:
+            threading.Thread(target=lease.beat_until_released, name="quicksilver-lease", daemon=True).start()
+        except BaseException:  # no further thread may start: other processes must not wait for this one
+            lease.release()
+            raise
         return lease
 
 

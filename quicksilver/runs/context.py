@@ -61,16 +61,10 @@ class RunContext:
         self._dense: tuple[str, DensePasses] | None = None
 
     def _once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """What `make` gave, or how it failed, when it was first asked for this key."""
+        """What `make` gave when it was first asked for this key."""
         if key not in self._found:
-            try:
-                self._found[key] = make()
-            except QuickSilverError as error:
-                self._found[key] = error  # a hub that does not answer is not asked for every run
-        found = self._found[key]
-        if isinstance(found, QuickSilverError):
-            raise found
-        return cast(T, found)
+            self._found[key] = make()
+        return cast(T, self._found[key])
 
     def text(self, config: RunConfig, part: Part) -> Text:
         """The text that is scored (`test`: the part that dataset.part names) or that calibrates."""
@@ -215,7 +209,10 @@ class RunContext:
 
     def files_read(self, config: RunConfig) -> dict[str, Path]:
         """The files that modules and measurements read: calibrations, maps, schedules, gates, lenses. By the names that their digests have in an
-        identity, such as `predicted_kv.NAME.schedules.yaml`."""
+        identity, such as `predicted_kv.NAME.schedules.yaml`. As they were when first asked for."""
+        return self._once(("files read", _key(config)), lambda: self._files_read(config))
+
+    def _files_read(self, config: RunConfig) -> dict[str, Path]:
         from quicksilver.modules.fitted import lens_files
         from quicksilver.modules.learned_halting import gate_files
         from quicksilver.modules.linear_mlp import mlp_map_files
@@ -292,18 +289,18 @@ def calibration_provenance(files: Mapping[str, Path], dataset: str, calibration:
 
 
 def texts_of(path: Path) -> Texts:
-    """The texts that a file of maps, schedules, gates or a lens was made on, with how many windows of each; of a file that does not say, none."""
+    """The texts that a file of maps, schedules, gates or a lens was made on, with how many windows of each; of one that does not say, or is gone, none."""
+    from safetensors import SafetensorError, safe_open
+
     try:
         if path.suffix == ".yaml":
             windows = yaml.safe_load(path.read_text(encoding="utf-8"))["chosen_on"]["windows"]
             return {str(name): int(count) for name, count in windows.items()}
-        from safetensors import safe_open
-
         with safe_open(path, framework="np") as file:
             provenance = parse_json(file.metadata()["quicksilver"])["provenance"]
         texts = (provenance if "texts" in provenance else provenance["text"])["texts"]
         return {str(name): int(entry["windows"]) for name, entry in texts.items()}
-    except (KeyError, TypeError, AttributeError, ValueError, yaml.YAMLError):
+    except (KeyError, TypeError, AttributeError, ValueError, OSError, SafetensorError, yaml.YAMLError):
         return {}
 
 

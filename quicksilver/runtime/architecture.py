@@ -209,7 +209,7 @@ class Architecture(ABC):
         """K as the layer stores it, from K before its rotation: keys (B, H_kv, M, head_dim), rotary of the same M tokens.
 
         Every family here turns the first half of the rotated channels against the second. transformers' own function takes more passes over
-        memory for it.
+        memory for it, and rounds each product. A family that rotates otherwise overrides this.
         """
         if rotary is None or not self.rotates(layer):
             return keys

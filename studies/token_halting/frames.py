@@ -341,8 +341,10 @@ def _taken(timed: Timed, scene: Scene) -> dict[str, float]:
     @contextmanager
     def part(name: str) -> Iterator[None]:
         watch.enter(name)
-        yield
-        watch.leave()
+        try:
+            yield
+        finally:
+            watch.leave()
 
     timed.run.reset()
     with ExitStack() as stack:

@@ -274,6 +274,8 @@ def test_a_kept_record_that_was_changed_is_refused(made) -> None:
     path.write_bytes(archive.packed("\n".join(json.dumps(line, separators=(",", ":")) for line in lines).encode()))
     with pytest.raises(ConfigError, match="checksum"):
         store.get(record.fingerprint)
+    with pytest.raises(ConfigError):
+        commit_records(store, {"0" * 20: set()})
 
 
 def test_a_clone_finds_kept_records_of_texts_that_it_does_not_have(made, tmp_path, monkeypatch) -> None:

@@ -133,19 +133,6 @@ def test_each_text_goes_to_one_worker_and_every_run_gets_its_record(two_texts):
     assert len(given) == 2  # everything is there: no worker is started
 
 
-def test_a_text_that_cannot_be_had_is_asked_for_once(two_texts, monkeypatch):
-    jobs, given, _ = two_texts
-    asked = []
-
-    def read_text(dataset, *_, **__):
-        asked.append(dataset.windows)
-        raise ConfigError("dataset=file: no answer within 7 s")
-
-    monkeypatch.setattr("quicksilver.runs.context.read_text", read_text)
-    side_by_side.make_side_by_side(jobs, 2)
-    assert (asked, given) == ([3, 2], [])
-
-
 def test_what_fails_is_left_without_a_record_and_the_others_go_on(two_texts, monkeypatch):
     jobs, _, records = two_texts
     real = harness_run._run

@@ -56,6 +56,22 @@ def test_nominal_counts_the_keys_that_are_left_within_a_window(
     assert found.flops.nominal == expected
 
 
+@given(
+    batch=tiny.batches(low=6), data=st.data(), name=st.sampled_from(["mistral", "llama"]),
+    spans=st.sampled_from([[], [SinkAttention(window=4, sinks=2)], [SinkAttention(window=3, sinks=5)], [SlidingWindow(window=5)]]),
+)  # fmt: skip
+@settings(max_examples=draws(30))
+def test_nominal_of_later_passes_counts_what_a_window_shows_of_the_cache(
+    batch: Batch, data: st.DataObject, name: str, spans: list[RuntimeModule]
+) -> None:
+    found = tiny.forward(tiny.load(name), batch, [tiny.Never(), *spans], chunks=data.draw(tiny.chunkings(batch.width))).run
+    arch, slots = found.arch, batch.mask.long().cumsum(1) - 1
+    visible = [found._visibility.visible(layer, slots, slots, batch.mask.bool()) for layer in range(arch.n_layers)]
+    pairs = sum(int(seen[batch.mask.bool()].sum()) for seen in visible)
+    linear = 2 * arch.linear_params_per_layer * arch.n_layers * int(batch.mask.sum())
+    assert found.flops.nominal == linear + 4 * arch.n_heads * arch.head_dim * pairs + head_flops(arch, batch.ids.numel()).nominal
+
+
 def test_ledgers_add_up_over_passes_and_reset_forgets() -> None:
     model, ids = tiny.load("gpt2"), TWO.ids[:1]
     with apply(model, [Capacity(0.5, signal="attention")]) as run:

@@ -202,7 +202,9 @@ class Fit(Command):
 
     takes = "run"
     layers: list[Count] = key("[7,8]", "source layers, from 0; default: a third to three quarters of the depth", factory=list)
-    mlp: list[Positive] = key("[1,2]", "layers, from 1, for whose MLPs linear maps are fitted too", factory=list)
+    mlp: list[Positive] = key(
+        "[1,2]", "layers, counted from 0 and not 0 itself, for whose MLPs linear maps are fitted too", factory=list
+    )
     neurons: Count = key("0", "of each of these MLPs that stay beside the map", 0)
     text: list[str] = key(*_TEXT, factory=lambda: [*TEXTS])
     windows: Positive = key("240", "at most this many windows of protocol.window_tokens", 240)

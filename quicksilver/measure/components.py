@@ -76,6 +76,15 @@ class SectionClock:
         self._open.pop()
         self._mark()
 
+    @contextmanager
+    def section(self, component: str) -> Iterator[None]:
+        """Inside the block, the time belongs to `component`."""
+        self.enter(component)
+        try:
+            yield
+        finally:
+            self.leave()
+
     def _mark(self) -> None:
         import torch
 
@@ -117,11 +126,8 @@ def watching(arch: Architecture, modules: Sequence[RuntimeModule], clock: Sectio
 
             @functools.wraps(fn)
             def clocked(*args: Any, **kwargs: Any) -> Any:
-                clock.enter(component)
-                try:
+                with clock.section(component):
                     return fn(*args, **kwargs)
-                finally:
-                    clock.leave()
 
             if name in vars(owner):
                 stack.callback(setattr, owner, name, fn)

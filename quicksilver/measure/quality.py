@@ -159,7 +159,7 @@ def by_chance(
 
     shuffle              its decisions on random tokens, `within tenths` of the prompt where asked
     random neighbours    of a run that fused: its fusing module's own null, the rest as it was. Without one, random tokens are merged
-                         into their right neighbours, because which are fused is not one token's decision
+                         into their right neighbours, because one token alone does not decide that it is fused
     random entries       of a run that evicted: the evicting module's own null
     random tokens        of a prompt that was cut before the first layer: as many tokens are kept
     """

@@ -11,7 +11,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -215,8 +215,7 @@ def estimates(
     said = {id(config): words for config, words in zip(configs, differing, strict=False) if words}
     predicted, calibrated = set[str](), set[str]()
     shapes: dict[str, Architecture] = {}
-    rate, found = cache(measured_flops_per_s), list[Estimate]()
-    contexts = {True: RunContext(), False: RunContext()}  # what cannot be had unless it is fetched, another may fetch
+    rate, context, found = cache(measured_flops_per_s), RunContext(), list[Estimate]()
     both = [step for config in configs for step in (config.dense(), *([config] if config.modules else []))]
     steps = {json.dumps([step.identity(), step.model.path], sort_keys=True, default=str): step for step in both}  # each once
     dense, _ = without_record([step for step in steps.values() if not step.modules])
@@ -225,10 +224,10 @@ def estimates(
         model, root = config.model, Path(config.data.root).expanduser() if config.data.root else None
         if (key := f"{model.name} {model.path} {model.dtype}") not in shapes:
             shapes[key] = shape_of(model, root)
-        windows = config.dataset.windows or _whole(config, contexts, fetch)
+        windows = config.dataset.windows or _whole(config, context, fetch)
         if config.dataset.reader not in ("task", "far-copy", "far-recall"):
             with suppress(QuickSilverError):
-                there = _whole(config, contexts, fetch=False)
+                there = _whole(config, context, fetch=False)
                 windows = there if windows > 2 * there else windows  # else it may be the number of bytes a token that is wrong
         one = estimate(config, shapes[key], flops_per_s or rate(model.dtype, model.device_map), windows)
         if config.modules:  # what the first run of a text finds, the next ones of the same process take
@@ -243,11 +242,11 @@ def estimates(
     return found
 
 
-def _whole(config: RunConfig, contexts: Mapping[bool, RunContext], fetch: bool) -> int:
+def _whole(config: RunConfig, context: RunContext, fetch: bool) -> int:
     """About how many windows the whole text has."""
     try:
         with nullcontext() if fetch else nothing_fetched():
-            text = contexts[fetch].text(config, "test").text
+            text = context.text(config, "test").text
     except ConfigError as error:
         said = f"{error} How long the whole text takes is unknown before it is read: give dataset.windows=256."
         raise ConfigError(said) from error

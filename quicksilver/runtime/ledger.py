@@ -134,23 +134,22 @@ def pass_flops(arch: Architecture, work: PassWork, trace: PassTrace, beta: Mappi
         if not spans:
             seen = keys.long().cumsum(1) if arch.causal else keys.sum(1, keepdim=True).expand_as(keys)
             return int((seen + earlier)[queries].sum())
-        # Keys among the first 0, 1, … N tokens of a row's pass: (B, N + 1).
+        # Keys among the first 0, 1, … N tokens of a row's pass: (B, N + 1). Below, (B, N): places among these tokens, by query.
         among = torch.zeros_like(slots).scatter_add(1, (in_pass - 1).clamp(min=0), keys.long()).cumsum(1)
         among = torch.cat([torch.zeros_like(among[:, :1]), among], dim=1)
         end = in_pass if arch.causal else in_pass[:, -1:].expand_as(in_pass)
-        hard = torch.zeros_like(slots)  # the first token of the pass that no span hides
-        near, sinks = hard, hard
+        oldest = recent = sinks = torch.zeros_like(slots)  # seen from `recent` to `end`, and from `oldest` to `sinks`
         for span in spans:
             first = (in_pass - span.window).clamp(min=0)
-            near = near.maximum(first)
+            recent = recent.maximum(first)
             if span.sinks:
                 sinks = (span.sinks - past_real[:, None]).clamp(min=0).expand_as(slots)
             else:
-                hard = hard.maximum(first)
+                oldest = oldest.maximum(first)
             earlier = earlier.minimum((past[:, None] + in_pass).clamp(max=span.reach) - in_pass.clamp(max=span.window))
-        seen = among.gather(1, end) - among.gather(1, near.minimum(end))
-        far = sinks.minimum(near).minimum(end)  # sinks in this pass that stand before all that is near
-        seen += (among.gather(1, far) - among.gather(1, hard.minimum(far))).clamp(min=0)
+        sinks = sinks.minimum(recent)
+        seen = among.gather(1, end) - among.gather(1, recent)
+        seen += among.gather(1, sinks) - among.gather(1, oldest.minimum(sinks))
         return int((seen + earlier)[queries].sum())
 
     def of_layer(layer: int, own: list[Span], spans: list[Span], cached: torch.Tensor | int) -> tuple[int, int, float, float]:

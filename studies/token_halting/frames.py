@@ -16,8 +16,8 @@ import platform
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -337,15 +337,6 @@ def parts(seed: SeedRuns, repeats: int = 15, scenes: int = 8) -> pd.DataFrame:
 def _taken(timed: Timed, scene: Scene) -> dict[str, float]:
     """Milliseconds of one scene by part."""
     watch, model = SectionClock("cpu"), timed.model
-
-    @contextmanager
-    def part(name: str) -> Iterator[None]:
-        watch.enter(name)
-        try:
-            yield
-        finally:
-            watch.leave()
-
     timed.run.reset()
     with ExitStack() as stack:
         for place, layer in enumerate(model.encoder.layers):
@@ -353,15 +344,15 @@ def _taken(timed: Timed, scene: Scene) -> dict[str, float]:
             stack.callback(layer.register_forward_hook(lambda *_: watch.leave()).remove)
         stack.enter_context(observed(watch))
         stack.enter_context(torch.inference_mode())
-        with part("features of the points"):
+        with watch.section("features of the points"):
             given = timed.given(scene)
-        with part("embedding"):
+        with watch.section("embedding"):
             hidden = model.embedded(given)
-        with part("a pass's begin and end"):
+        with watch.section("a pass's begin and end"):
             hidden = model.encoder(inputs_embeds=hidden).last_hidden_state
-        with part("norm and head"):
+        with watch.section("norm and head"):
             said = model.head(model.encoder.norm(hidden))
-        with part("boxes and suppression"):
+        with watch.section("boxes and suppression"):
             decode(said, timed.grid)
     found = defaultdict[str, float](float)
     for (name, number), ms in watch.times_ms().items():

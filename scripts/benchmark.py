@@ -15,7 +15,7 @@ runtime, on layers of gpt2-large's shape. Realization ratio: share of time saved
     fusion     that of a prompt of which 30% is fused away at a third of the depth, and the price of choosing the pairs
     decide     the price of deciding alone: modules decide, everything is executed
     predicted  a fifth of the prompt dropped early, nearly all others stopped at 5/8 of the depth with their K/V predicted, on --shapes:
-               realization ratio of the prompt, and time per token decoded after it
+               realization ratio of the prompt, that of a truncation at no more operations, and time per token decoded after it
     generate   greedy decoding: tokens per second without a module; time of a further token when every token stops at half depth
     repeat     one ratio measured three times over: how far apart its medians are
 quantization: what int8 brings. A kernel is timed with what it needs around it: coding the inputs with one scale a token, scales and bias.
@@ -62,7 +62,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quicksilver.baselines.prompts import PromptTruncation
 from quicksilver.experiments.drawing import look
-from quicksilver.fitting.schedules import TILE, saved_pct
+from quicksilver.fitting.schedules import TILE
 from quicksilver.measure.latency import Alternation
 from quicksilver.modules import AdaptiveQuantization, ExponentialDecay, Halting, KVSkipping, StaticDepth, TokenFusion
 from quicksilver.modules.fitted import MODELS_FOLDER, ModelShape, Translator, model_digest
@@ -190,6 +190,18 @@ def in_two_stages(model: PreTrainedModel, tokens: int) -> tuple[Schedule, Sequen
     return schedule, schedule.modules(translator=Translator(predict, weight, shape, model_digest(model)).bound(architecture))
 
 
+def tokens_as_cheap(model: PreTrainedModel, modules: Sequence[RuntimeModule], ids: torch.Tensor) -> int:
+    """The longest prompt that takes no more operations without the modules than `ids` (1, N) takes with them."""
+    with torch.no_grad(), apply(model, modules) as run:
+        model(ids, use_cache=False, logits_to_keep=1)
+    arch, tokens, saved = architecture_of(model), ids.shape[1], run.flops.dense_nominal - run.flops.executed
+
+    def layers(n: int) -> int:
+        return arch.n_layers * LayerWork(1, n, None).flops(arch)
+
+    return max(n for n in range(1, tokens) if n == 1 or layers(tokens) - layers(n) >= saved)
+
+
 def predicted(bench: Bench) -> list[Row]:
     o, found = bench.options, list[Row]()
     after = shared.decoding(bench.ids, o.new_tokens, anew=False)
@@ -206,12 +218,15 @@ def predicted(bench: Bench) -> list[Row]:
             layers, schedules = model.config.num_hidden_layers, schedules_of(architecture_of(model))
             made = {f"{name}, its {100 * share:g}%, {schedule}": schedule.modules() for share, schedule in schedules.items()}
         for what, modules in made.items():
+            kept = tokens_as_cheap(model, modules, bench.ids[:1])
             ways = {"predicted": Way(model, [*modules, *plain])}
+            cut = {"truncated": Way(model, [PromptTruncation(keep=kept), *plain])}
             realized = f"realization ratio, {what} ({{saved}} of FLOPs saved)"
             of_prompt = Asked("predicted", realized, shared.REALIZED, ("at least", 0.9))
+            of_cut = Asked("truncated", f"the same, truncated to {kept} tokens ({{saved}} of FLOPs saved)", shared.REALIZED)
             of_token = Asked("predicted", f"decoding after it, slower, %: {what}", shared.SLOWER_PCT, ("at most", 1.5))
-            for asked, passes in ((of_prompt, None), (of_token, after)):
-                rows = bench.against_plain(model, ways, asked, passes=passes, plain=plain, layers=layers)
+            for asked, more, passes in (((of_prompt, of_cut), cut, None), ((of_token,), {}, after)):
+                rows = bench.against_plain(model, ways | more, *asked, passes=passes, plain=plain, layers=layers)
                 found += [row | {"dtype": number_format} for row in rows]
     return found
 
@@ -517,11 +532,9 @@ def scaling(o: Options) -> Drawn:
 def length_point(tokens: int, o: Options) -> list[Row]:
     """Times over dense inference's at one length: of the prompt until its first token, and of a further token."""
     model = model_of(shared.SHAPES[o.shape], o.layers, tokens + o.new_tokens, dtype=getattr(torch, o.dtype), device=o.device)
-    (schedule, modules), arch = in_two_stages(model, tokens), architecture_of(model)
-    # As many tokens of the prompt as take no more operations than the schedule.
-    left = (1 - saved_pct(arch, schedule, tokens) / 100) * LayerWork(1, tokens, None).flops(arch)
-    kept = max(n for n in range(1, tokens) if n == 1 or LayerWork(1, n, None).flops(arch) <= left)
+    schedule, modules = in_two_stages(model, tokens)
     ids = random_ids(1, tokens, device=o.device)
+    kept = tokens_as_cheap(model, modules, ids)
     ways = {"dense": Way(model, None), "predicted": Way(model, modules), "truncated": Way(model, [PromptTruncation(keep=kept)])}
     asked = {
         "first token": prompt(ids, use_cache=True, logits_to_keep=1),

@@ -137,7 +137,10 @@ def in_turns(
                 way.prepare(model)
                 with ExitStack() as only_counted:
                     entered = only_counted if way.modules is None else stack
-                    modules = way.modules() if callable(way.modules) else deepcopy(list(way.modules or ()))
+                    weights = {
+                        id(weight): weight for weight in way.model.parameters()
+                    }  # a map may hold the model that it is bound to
+                    modules = way.modules() if callable(way.modules) else deepcopy(list(way.modules or ()), weights)
                     run = entered.enter_context(apply(model, modules, execution=way.execution))
                     made = passes(model, run.reset)
                     for step in made:

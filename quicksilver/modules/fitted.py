@@ -339,7 +339,7 @@ def translator_for(architecture: Architecture, source: str | Path | BoundTransla
     """The translator that a configuration names, for tokens that stop before `source_layer`, checked against the model.
 
     Args:
-        source: `embedded`, one that ships with the model; the path of one; or one that is bound already.
+        source: `embedded`, one that ships with the model; the path of one; or one that is bound already, to this model or a copy of it.
 
     Raises:
         ConfigError: none ships with this model, or none from that layer; a file that is none, or one of another model or layer.
@@ -348,7 +348,7 @@ def translator_for(architecture: Architecture, source: str | Path | BoundTransla
     if isinstance(source, BoundTranslator) or str(source) != EMBEDDED:
         bound = source if isinstance(source, BoundTranslator) else Translator.load(source).bound(architecture)
         if bound.architecture.model is not architecture.model:
-            raise ConfigError(f"The translator was bound to another model: give its file, or {instead}")
+            bound = bound.translator.bound(architecture)
         Translator.check_basis(architecture)
         if bound.source_layer != source_layer:
             predicts = f"The translator predicts for tokens that stop before layer {bound.source_layer}"

@@ -134,22 +134,24 @@ def pass_flops(arch: Architecture, work: PassWork, trace: PassTrace, beta: Mappi
         if not spans:
             seen = keys.long().cumsum(1) if arch.causal else keys.sum(1, keepdim=True).expand_as(keys)
             return int((seen + earlier)[queries].sum())
-        # Keys among the first 0, 1, … N tokens of a row's pass: (B, N + 1). Below, (B, N): places among these tokens, by query.
+        # Keys among the first 0, 1, … N tokens of a row's pass: (B, N + 1).
         among = torch.zeros_like(slots).scatter_add(1, (in_pass - 1).clamp(min=0), keys.long()).cumsum(1)
         among = torch.cat([torch.zeros_like(among[:, :1]), among], dim=1)
         end = in_pass if arch.causal else in_pass[:, -1:].expand_as(in_pass)
-        oldest = recent = sinks = torch.zeros_like(slots)  # seen from `recent` to `end`, and from `oldest` to `sinks`
+        before = past_real[:, None]
+        oldest = recent = sinks = torch.zeros_like(slots)  # slots are seen from `recent` on, and from `oldest` to `sinks`
         for span in spans:
-            first = (in_pass - span.window).clamp(min=0)
+            first = (slots + 1 - span.window).clamp(min=0)
             recent = recent.maximum(first)
             if span.sinks:
-                sinks = (span.sinks - past_real[:, None]).clamp(min=0).expand_as(slots)
+                sinks = torch.full_like(slots, span.sinks)
             else:
                 oldest = oldest.maximum(first)
-            earlier = earlier.minimum((past[:, None] + in_pass).clamp(max=span.reach) - in_pass.clamp(max=span.window))
         sinks = sinks.minimum(recent)
-        seen = among.gather(1, end) - among.gather(1, recent)
-        seen += among.gather(1, sinks) - among.gather(1, oldest.minimum(sinks))
+        oldest = oldest.minimum(sinks)
+        upto_oldest, upto_recent, upto_sinks = (among.gather(1, (slot - before).clamp(min=0)) for slot in (oldest, recent, sinks))
+        seen = among.gather(1, end) - upto_recent + upto_sinks - upto_oldest
+        earlier = earlier.minimum((before - recent).clamp(min=0) + sinks.minimum(before) - oldest.minimum(before))
         return int((seen + earlier)[queries].sum())
 
     def of_layer(layer: int, own: list[Span], spans: list[Span], cached: torch.Tensor | int) -> tuple[int, int, float, float]:

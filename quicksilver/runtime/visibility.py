@@ -114,7 +114,7 @@ class Visibility:
             QuickSilverError: such a query (a `real` one) under eager attention, which would give it the mean of all values.
         """
         log_size = entries["size"].log() if self.weighs(entries) else None
-        if all_seen and valid is None and log_size is None:
+        if all_seen and valid is None and log_size is None and (self.sdpa or entries["slots"].shape[1]):
             return None
         visible = self.visible(layer, queries, entries["slots"], valid)[:, None]
         dtype = self.arch.model.dtype

@@ -329,7 +329,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: apply(tiny.load("gpt2"), [ChannelSparsity(), Preset(schedule=Schedule(1, 0.25, 3))]), "rotates the states, and a translator"),
     (lambda: StagedHalting(stages=[STAGE], full_ids=[10**6]).bind(architecture_of(tiny.load("gpt2"))), r"full_ids.*1000000"),
     (lambda: translator_for(architecture_of(tiny.build("gpt2")), tiny.random_translators(architecture_of(tiny.load("gpt2")))[1], 2),
-     "bound to another model"),
+     "The translator was fitted to other weights"),
     (lambda: apply(tiny.load("gpt2"), [SlidingWindow(), SinkAttention()]), "2 modules limit how far back"),
     (lambda: apply(tiny.load("gpt2"), [Int8Dynamic(), AdaptiveQuantization()]), "Int8Dynamic and AdaptiveQuantization"),
     (lambda: apply(tiny.load("gpt2"), [Int8Dynamic(), BFloat16()]), "Int8Dynamic and BFloat16"),

@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from quicksilver.measure.latency import shared_weight_copy
 from quicksilver.modules.fitted import MODELS_FOLDER, FittedFile, Lens, Translator, model_digest, translator_for
 from quicksilver.modules.learned_halting import TrainedGates
 from quicksilver.modules.linear_mlp import MLPMaps
@@ -70,6 +71,13 @@ def test_a_translator_of_another_model_names_the_first_fact_that_differs(tmp_pat
     ):
         with tiny.refused(message):
             translator_for(architecture_of(other), source, layer)
+
+
+def test_a_bound_translator_serves_a_copy_of_its_model_too() -> None:
+    arch = architecture_of(tiny.load("llama"))
+    copied = architecture_of(shared_weight_copy(arch.model))
+    found = translator_for(copied, translator("llama").bound(arch), 1)
+    assert found.architecture is copied
 
 
 KINDS: tuple[type[FittedFile], ...] = (Translator, Lens, TrainedGates, MLPMaps)

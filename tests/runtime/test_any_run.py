@@ -95,6 +95,13 @@ def test_of_any_mechanisms_together(names, family, data, tmp_path_factory):
     check(tiny.load(family, dtype=torch.float64), data.draw(ragged()), data.draw(drawn(names)), data, path, whole=False)
 
 
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+def test_a_decoded_token_without_a_key_is_refused_under_eager_attention(execution: str) -> None:
+    model, skipping = tiny.load("olmo2", "eager"), Hashed(0.7, 0.5, "drop", 0, protect=0, seed=1)
+    with tiny.refused("no key left", QuickSilverError):
+        tiny.forward(model, Batch(((1, 1, 1, 1, 1),)), [skipping], execution=execution, chunks=[2, 1, 1, 1])
+
+
 def check(model: PreTrainedModel, batch: Batch, modules: list[RuntimeModule], data: st.DataObject, path: Path, whole: bool):
     """whole: nothing is quantized and no decision hangs on the last digit, so a replay is the run to the bit."""
     # States stay packed between decision layers.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from quicksilver.measure.energy import EmissionsResult
@@ -23,7 +22,7 @@ def notes(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
         return ("No record: nothing was measured.",)
     lines = [f"Model: {_each(records, _model)}.", f"Text: {_each(records, _data)}."]
     lines.append(f"Protocol: {_each(records, _protocol)}; execution: {_each(records, lambda record: record.execution)}.")
-    lines.append(f"Machine: {_each(records, partial(_machine, timed=not (processes := timings(outcomes))))}.")
+    lines.append(_machines(outcomes, timed=not (processes := timings(outcomes))))
     if counted := [found for record in records if (found := record.found("emissions", EmissionsResult)) is not None]:
         said = _each(counted, lambda one: f"{one.method}; {one.grid_kg_per_kwh:.3g} kg/kWh, {one.grid}")
         lines.append(f"CO₂e by CodeCarbon: {said}.")
@@ -148,6 +147,17 @@ def _protocol(record: Record) -> str:
     if protocol.name == "continuation":
         detail = f"prompt of {protocol.prompt_tokens}, then {protocol.window_tokens - protocol.prompt_tokens} scored"
     return f"{protocol.name} ({detail}; batch {protocol.batch_size})"
+
+
+def _machines(outcomes: Sequence[Outcome], *, timed: bool) -> str:
+    """All machines; of those that timed fewer rows than another, which rows."""
+    rows: dict[str, list[str]] = {}
+    for record, key in ((one.record, one.row.key) for one in outcomes if one.record is not None):
+        rows.setdefault(_machine(record, timed=timed), []).append(key)
+    most = max(rows, key=lambda machine: len(rows[machine]))
+    apart = timed and any(one.record is not None and has_time(one.record) for one in outcomes) and len(rows) > 1
+    said = [f"{one} ({', '.join(keys)})" if apart and one != most else one for one, keys in rows.items()]
+    return f"Machine: {' / '.join(said)}." + " Times of different machines do not compare." * apart
 
 
 def _machine(record: Record, *, timed: bool) -> str:

@@ -420,6 +420,8 @@ SAVED, COST = "prompt_executed_flops_saved_pct", "delta_ppl_pct"
         (FAR_LLAMA, "continuation", key, column) for column in ("kl_nats", f"recall_{COST}", "agreement") for key in ("40", "truncated")]),
     ("truncation changes far-gpt2's perplexity by {:+.1f}%, prediction by {:+.1f}%; KL × 100 is {:.1f} against {:.1f}", [
         (USED, "far-gpt2.docs.960", key, column) for column in (COST, "kl_nats") for key in ("truncated", "40")]),
+    ("KL × 100 on source code is {:.1f} against {:.1f}", [(USED, "far-llama.source.960", key, "kl_nats") for key in ("truncated", "40")]),
+    ("50% schedule saves {:.0f} to {:.0f}%", [(USED, "far-gpt2.source.960", "50", SAVED), ("table_lengths", "128 tokens", "50", SAVED)]),
     ("for truncation ({:+.1f}% against {:+.1f}%)", [(LLAMA, "continuation", key, f"recall_{COST}") for key in ("truncated", "40")]),
     ("Truncation saves more time: {:.0f}% of a prompt's, predicted K/V {:.0f}%", [
         ("table11-far-llama-python-source", "continuation", key, "prompt_speedup_pct") for key in ("truncated.last", "predicted.40")]),

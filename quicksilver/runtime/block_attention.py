@@ -104,7 +104,7 @@ def _attend(
     own = key.shape[1]
     groups = heads // own  # queries of the heads that share K and V are rows of one product
     query = query.view(batch, own, groups, queries, head_dim)
-    key, value = key.reshape(batch * own, keys, head_dim).transpose(1, 2), value.reshape(batch * own, keys, -1)
+    key, value = key.reshape(batch * own, keys, head_dim).transpose(1, 2), value.reshape(batch * own, keys, value.shape[-1])
     out = query.new_empty(batch, queries, own, groups, value.shape[-1])
     later = torch.ones(block, block, dtype=torch.bool, device=query.device).triu_(1) if causal else None
     lowest = torch.finfo(query.dtype).min
@@ -121,8 +121,9 @@ def _attend(
         weights = scores.softmax(-1)
         made = torch.bmm(weights.view(batch * own, groups * size, seen), value[:, :seen])
         out[:, first:end] = made.view(batch, own, groups, size, -1).permute(0, 3, 1, 2, 4)
-    if attention_mask is not None and attention_mask.dtype == torch.bool:
-        out *= attention_mask.any(-1)[:, 0, :, None, None, None]  # a query that sees no key gets nothing
+    if attention_mask is not None:
+        seen_by = attention_mask if attention_mask.dtype == torch.bool else attention_mask > float("-inf")
+        out.masked_fill_(~seen_by.any(-1)[:, 0, :, None, None, None], 0.0)  # a query that sees no key gets nothing
     return out.view(batch, queries, heads, -1), None
 
 

@@ -130,8 +130,10 @@ def execute_compact(plan: LayerPlan, call: LayerCall, forward: Forward, machine:
             keys, values = stored  # without an order, a new store holds just the queries' own, at their widths already
         else:
             keys, values = (machine.quantize_dequantize(part, plan.bits) for part in (keys, values))
-        of = (plan.slots, packing.real) if plan.own_keys_only else (plan.planned.slots, plan.planned.valid)
-        attended = Attended(*new, keys, *of)
+        if plan.own_keys_only:
+            attended = Attended(*new, keys, plan.slots, packing.real)
+        else:
+            attended = Attended(*new, keys, plan.planned.slots, plan.planned.valid, plan.planned.entries.get("size"))
         return keys, values
 
     if packing.width == 0:
@@ -175,7 +177,7 @@ def execute_masked(plan: LayerPlan, call: LayerCall, forward: Forward, machine: 
         new = keys, values
         keys, values = (machine.quantize_dequantize(part, plan.bits) for part in new)
         keys, values = plan.target.write(layout, keys, values)
-        attended = Attended(*new, keys, layout.slots, layout.valid)
+        attended = Attended(*new, keys, layout.slots, layout.valid, layout.entries.get("size"))
         return keys, values
 
     # As under `compact`: K and V of a halted token are projected in full precision, then coded at its width.

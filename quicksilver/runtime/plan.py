@@ -231,6 +231,7 @@ class Attended:
         new_keys, new_values: (B, H_kv, A, head_dim), of the computed tokens.
         keys: (B, H_kv, K, head_dim), all that were attended to.
         slots: (B, K) long; None: 0 to K-1. valid: (B, K) bool, which are entries; None: all.
+        size: (B, K) float32, tokens that each stands for; None: one each.
     """
 
     new_keys: torch.Tensor
@@ -238,6 +239,7 @@ class Attended:
     keys: torch.Tensor
     slots: torch.Tensor | None = None
     valid: torch.Tensor | None = None
+    size: torch.Tensor | None = None
 
     @property
     def key_slots(self) -> torch.Tensor:

@@ -324,7 +324,11 @@ class Deciding:
     def add_attention(self, call: LayerCall, forward: Forward, result: LayerResult) -> None:
         """Add to each entry's `attention` what it received in this pass."""
         store = call.store
-        if store is None or result.attended is None:
+        if store is None or store.entries is None:
+            return
+        if result.attended is None:  # no token was computed: no entry received anything
+            if "attention" not in store.facts:
+                store.add_fact("attention", torch.zeros_like(store.entries["slots"], dtype=torch.float32))
             return
         received = self._received(call, forward, result.packing, result.attended, None, "sum")
         entries = store.storage.stored_entries
@@ -341,6 +345,8 @@ class Deciding:
             for merging in self.merging if forward.seen else ():
                 if store.entries is not None:
                     self._merge(merging, layer, store, forward)
+                elif merging.merge_cache(self._empty_view(layer, store, forward)) is not None:
+                    store.unmerged_from, store.merged = store.seen, True
             for evicting in self.evicting:
                 if store.entries is not None:
                     self._evict(evicting, layer, store, forward)
@@ -364,6 +370,17 @@ class Deciding:
         by_slot = gone.new_zeros(forward.batch, store.seen)
         forward.decisions.evictions.append(Eviction(layer, _by_slot(store, gone, by_slot)))
         store.evict(gone)
+
+    def _empty_view(self, layer: int, store: CacheLayer, forward: Forward) -> CacheView:
+        """Of a layer without entries, which counts the columns since the last merge as any other does: one column that is no entry."""
+        arch, n_seen = self.machine.arch, store.real_seen
+        assert n_seen is not None
+        none = torch.zeros_like(n_seen)
+        return CacheView(
+            layer=layer, n_layers=arch.n_layers, pass_index=forward.index, slots=none, present=none.bool(), size=none.float() + 1,
+            n_seen=n_seen, n_new=store.seen - store.unmerged_from,
+            read_keys=lambda: none.new_zeros((forward.batch, arch.n_kv_heads, 1, arch.head_dim), dtype=arch.model.dtype),
+        )  # fmt: skip
 
     def _cache_view(self, layer: int, store: CacheLayer, forward: Forward) -> CacheView:
         entries, n_seen = store.storage.stored_entries, store.real_seen

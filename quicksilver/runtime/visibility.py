@@ -178,6 +178,8 @@ class Visibility:
         if cap is not None:
             scores = cap * torch.tanh(scores / cap)
         scores = scores.view(batch, arch.own_kv_heads, groups, n_queries, -1)
+        if self.proportional and attended.size is not None:
+            scores = scores + attended.size.log()[:, None, None, None]
         visible = self.visible(layer, slots.gather(1, chosen), key_slots, attended.valid)
         weights = scores.masked_fill(~visible[:, None, None], torch.finfo(torch.float32).min).softmax(-1)
         weights = weights * (visible & is_query[..., None])[:, None, None]

@@ -1,6 +1,7 @@
 """What the words mean: halted, resumed, skipped, by models that need no runtime; and what a module is shown, and when."""
 
 import itertools
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -11,7 +12,11 @@ from hypothesis import strategies as st
 from thinning import diagonal, draws
 from tiny import Batch, Capacity, Does, HaltAll, Hashed, SkipLeastAttended
 
-from quicksilver.modules import Halting
+from quicksilver.baselines.eviction import HeavyHitter
+from quicksilver.baselines.halting import StaticExit
+from quicksilver.baselines.token_merging import TokenMerging
+from quicksilver.modules import Halting, KVSkipping, TokenFusion
+from quicksilver.modules.kernels import BlockAttention
 from quicksilver.runtime import MISSING_KV, LayerView, QuickSilverError, TokenState, apply
 from quicksilver.runtime.architecture import architecture_of
 
@@ -145,6 +150,54 @@ def test_nobody_receives_attention_where_no_key_is_left(execution: str, reduce: 
     assert (found[1].sum(1) > 0).all()
     assert (found[2] == 0).all()
     assert (found[3] == 0).all()
+
+
+def test_attention_received_weighs_super_tokens_as_the_model_does() -> None:
+    """Where attention is proportional to size, what a token receives is, too."""
+    model, (module, found) = tiny.load("llama", "eager"), attention_noted(None, "mean")
+    weights: list[torch.Tensor] = []
+    fusion = TokenFusion(rule="capacity", fused_share=0.5, criterion="l2", start=0.2, every=0, protect_first=1, proportional=True)
+    with apply(model, [module, fusion]) as run:
+        hook = model.model.layers[2].self_attn.register_forward_hook(lambda own, given, output: weights.append(output[1]))
+        model(tiny.ids(1, 24, 3))
+        hook.remove()
+    active = run.trace.passes[0].active(2)[0]
+    assert 0 < int(active.sum()) < 24
+    torch.testing.assert_close(found[2][0, :24][active], weights[0].mean((1, 2))[0], atol=1e-5, rtol=1e-4)
+
+
+MERGES = {"criterion": "l2", "start": 0.2, "protect_first": 0, "protect_last": 0, "decode_every": 3}
+DIFFERENT_WAYS: dict[str, tuple[list[Any], list[int] | None]] = {
+    "no key at all": ([skip_all()], None),
+    "super-tokens, and a query without a key": (
+        [KVSkipping(criterion="attention", skipped_share=0.5, last_queries=4, protect_first=0),
+         TokenMerging(r=0.2, metric="states", protect_first=1, proportional=True)], None),
+    "evictions by attention where no token is computed": (
+        [StaticExit(depth=0.5, missing_kv="project"), HeavyHitter(heavy=2, recent=3)], [9, 1, 1, 1]),
+    "merges while decoding, a layer without entries": (
+        [Does(lambda view, tokens: tokens.halt(tokens.active & (view.slots < 10), missing_kv="drop"), at=0),
+         TokenFusion(rule="capacity", fused_share=0.5, **MERGES)], [4] + [1] * 16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIFFERENT_WAYS)
+def test_every_execution_and_attention_gives_the_same(name: str) -> None:
+    (modules, chunks), model = DIFFERENT_WAYS[name], tiny.load("llama", dtype=torch.float64)
+    batch = Batch((tuple(tiny.ids(1, sum(chunks or [12]), 3)[0].tolist()),))
+    wanted = tiny.forward(model, batch, deepcopy(modules), chunks=chunks, execution="masked").logits
+    for blocks, execution in itertools.product(([], [BlockAttention(block=3)]), ("compact", "masked")):
+        found = tiny.forward(model, batch, [*deepcopy(modules), *blocks], chunks=chunks, execution=execution).logits
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+def test_rows_are_repeated_in_layers_without_entries_too(execution: str) -> None:
+    model, tokens = tiny.load("llama"), tiny.ids(2, 6)
+    with apply(model, [StaticExit(depth=0.4)], execution=execution):
+        caches = [model(ids, use_cache=True).past_key_values for ids in (tokens, tokens.repeat_interleave(2, dim=0))]
+        caches[0].batch_repeat_interleave(2)
+        found, wanted = (model(tiny.ids(4, 1), past_key_values=cache, use_cache=True).logits for cache in caches)
+    tiny.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("name", tiny.thinned(tiny.MODELS))

@@ -203,8 +203,8 @@ class CacheLayer(DynamicLayer):
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.slots is not None:
-            self.reorder_cache(torch.arange(self.slots.shape[0], device=self.slots.device).repeat_interleave(repeats))
+        if (real_seen := self.real_seen) is not None:  # there may be no entry
+            self.reorder_cache(torch.arange(real_seen.shape[0], device=real_seen.device).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` columns (transformers gives a negative number).

@@ -61,6 +61,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quicksilver.baselines.prompts import PromptTruncation
+from quicksilver.cli.progress import needing
 from quicksilver.experiments.drawing import look
 from quicksilver.fitting.schedules import TILE
 from quicksilver.measure.latency import Alternation
@@ -636,8 +637,8 @@ def lm_part(part: str, hflm: Any, ours: Any, o: Options) -> Row:
 
 
 def lm_eval(o: Options) -> Iterator[Row]:
-    from lm_eval.models.huggingface import HFLM
-
+    with needing("lm_eval", "lm-eval"):
+        from lm_eval.models.huggingface import HFLM
     from quicksilver.lm_eval import QuickSilverLM
 
     torch.set_num_threads(o.threads)
@@ -676,6 +677,7 @@ TITLES = {  # of the page, by the beginning of a file's name
     "benchmark_gpu": "On a CUDA device",
     "benchmark": "Runtime",
 }
+_NAMED = ("section", "of", "dtype", "what")  # of a finding, as far as its benchmark has them
 LENGTHS = ["what", "tokens", "way", "time_of_dense", "low", "high", "flops_of_dense", "noise_floor_pct"]
 # Title, what is found in the frame beside the picture, and how.
 PICTURES: dict[str, tuple[str, str, Callable[[pd.DataFrame], list[Row]]]] = {
@@ -754,8 +756,9 @@ def _findings(sessions: Sequence[Sequence[Row]]) -> list[Row]:
         return list(sessions[0])
     rows = []
     for found in zip(*sessions, strict=True):
-        row, values = {key: found[0][key] for key in ("section", "dtype", "what")}, [one["value"] for one in found]
-        row["dtype"] = " / ".join(dict.fromkeys(one["dtype"] for one in found))  # a process may find another one fastest
+        row, values = {key: found[0][key] for key in _NAMED if key in found[0]}, [one["value"] for one in found]
+        if "dtype" in row:
+            row["dtype"] = " / ".join(dict.fromkeys(one["dtype"] for one in found))  # a process may find another one fastest
         unit = found[0].get("unit", "")
         if len(found) > 1:
             row["medians"] = f"{min(values):.3g} to {max(values):.3g}{unit}"
@@ -811,8 +814,8 @@ BENCHMARKS: dict[str, tuple[Callable[[Options], Any], Path, dict[str, Any]]] = {
         **shared.TIMED, "repeats": shared.REPEATS._replace(default=3), "device": "cpu",
     }),
     "scaling": (scaling, shared.RESULTS, {
-        "shape": Option("gpt2", choices=shared.SHAPES), "sequence": (128, 256, 512, 1024), "layers": (2, 4, 8),
-        "fixed_layers": Option(4, "depth while the length varies"), "fixed_sequence": Option(256, "length while the depth varies"),
+        "shape": Option("gpt2", choices=shared.SHAPES), "sequence": (128, 256, 512, 1024), "layers": Option((2, 4, 8), least=2),
+        "fixed_layers": Option(4, "depth while the length varies", least=2), "fixed_sequence": Option(256, "length while the depth varies"),
         "batch": 1, **shared.TIMED, "device": "cpu",
     }),
     "lengths": (lengths, shared.RESULTS, {

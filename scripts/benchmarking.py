@@ -54,7 +54,11 @@ SHAPES = {shape.name: shape for shape in (
 def model_of(
     shape: Shape, layers: int, positions: int, *, vocabulary: int = 1024, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> PreTrainedModel:
-    """Random weights, the same every time, made where they are to stay."""
+    """Random weights, the same every time, made where they are to stay. Raises ConfigError: heads that do not divide the width."""
+    from quicksilver.runtime.errors import ConfigError
+
+    if shape.width % shape.heads:
+        raise ConfigError(f"--width {shape.width} --heads {shape.heads}: the width must be a multiple of the heads.")
     inner = {"n_inner" if shape.family == "gpt2" else "intermediate_size": shape.inner}
     config = AutoConfig.for_model(
         shape.family, num_hidden_layers=layers, hidden_size=shape.width, num_attention_heads=shape.heads, vocab_size=vocabulary,

@@ -14,12 +14,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import reference_corpus as corpus
 import torch
 import torch.nn.functional as F
 
 from quicksilver.data.made_here import far_context, python_docs, python_source
 from quicksilver.data.spec import FarContext, Part
 from quicksilver.data.windows import encode
+from quicksilver.models.loading import locate
+from quicksilver.models.spec import ModelConfig
+from quicksilver.runtime.errors import ConfigError
 
 SCORED_TOKENS, SHORT_TOKENS, SEEN_TOKENS = 64, 128, 8
 _FACT = re.compile(r"Where is the ([\w ]+)\? In the (\w+)\.")
@@ -64,7 +68,7 @@ def context_use(model: Any, tokenizer: Any, data_root: Path, windows: int, part:
     training, longest = model.training, min(1024, model.config.max_position_embeddings)
     model.eval()
     books = data_root / "books" / {"test": "books_test.txt", "calibration": "books_valid.txt"}[part]
-    texts = {"source": python_source(part), "docs": python_docs(part), "books": books.read_text("utf-8")}
+    texts = {"source": python_source(part), "docs": python_docs(part), "books": corpus.read_text(books)}
     found = {}
     prompts = [prompt for prompt in (448, 960) if prompt + SCORED_TOKENS <= longest]
     for (name, text), prompt in product(texts.items(), prompts):
@@ -79,32 +83,49 @@ def context_use(model: Any, tokenizer: Any, data_root: Path, windows: int, part:
     return found
 
 
-def main() -> None:
-    from train_reference import DATA, Recipe, bits_per_byte, build_model, corpus_name, load_tokenizer
+def measured(folder: Path, windows: int, data_root: Path) -> dict[str, float | None]:
+    """What is printed of a folder. Raises ConfigError or FileNotFoundError: something that it needs is missing."""
+    from train_reference import Recipe, bits_per_byte, build_model, corpus_name, load_tokenizer
     from training_loop import load_state
     from transformers import AutoModelForCausalLM
+
+    if windows < 1:
+        raise ConfigError(f"--windows {windows}: give a number of at least 1.")
+    wikitext = corpus.read_text(data_root / "wikitext-103/wiki.valid.tokens")
+    if (state := load_state(folder)) is not None:
+        recipe = Recipe.from_saved(state["recipe"])
+        model = build_model(recipe)
+        model.load_state_dict(state["model"], strict=False)
+        tokenizer = load_tokenizer(folder.parent / corpus_name(recipe), recipe.context_tokens)
+    elif (folder / "config.json").is_file():
+        model = AutoModelForCausalLM.from_pretrained(whole(folder), dtype=torch.float32)
+        tokenizer = load_tokenizer(folder)
+    else:
+        raise ConfigError(f"{folder} has no training state and no config.json: give a run's folder, or an exported model.")
+    found: dict[str, float | None] = {**context_use(model.eval(), tokenizer, data_root, windows)}
+    length = min(512, model.config.max_position_embeddings)  # as the cards have it
+    for name, text in {"python_docs": python_docs("test"), "wikitext_valid": wikitext}.items():
+        found[f"{name}_bits_per_byte"] = bits_per_byte(model, tokenizer, text, length, 24)
+    return found
+
+
+def whole(folder: Path) -> Path:
+    """The folder of a model. Raises ConfigError: its weights or its tokenizer are missing."""
+    return locate(ModelConfig(folder.resolve().name, str(folder.resolve()))).folder
+
+
+def main() -> None:
+    from train_reference import DATA
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--windows", type=int, default=32)
     parser.add_argument("--data-root", type=Path, default=DATA)
     args = parser.parse_args()
-    if (state := load_state(args.folder)) is not None:
-        recipe = Recipe.from_saved(state["recipe"])
-        model = build_model(recipe)
-        model.load_state_dict(state["model"], strict=False)
-        tokenizer = load_tokenizer(args.folder.parent / corpus_name(recipe), recipe.context_tokens)
-    elif (args.folder / "config.json").is_file():
-        model = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32)
-        tokenizer = load_tokenizer(args.folder)
-    else:
-        raise SystemExit(f"{args.folder} has no training state and no config.json: give a run's folder, or an exported model.")
-    found: dict[str, Any] = {**context_use(model.eval(), tokenizer, args.data_root, args.windows)}
-    length = min(512, model.config.max_position_embeddings)  # as the cards have it
-    wikitext = (args.data_root / "wikitext-103/wiki.valid.tokens").read_text()
-    for name, text in {"python_docs": python_docs("test"), "wikitext_valid": wikitext}.items():
-        found[f"{name}_bits_per_byte"] = bits_per_byte(model, tokenizer, text, length, 24)
-    print(json.dumps(found, indent=1))
+    try:
+        print(json.dumps(measured(args.folder, args.windows, args.data_root), indent=1))
+    except (FileNotFoundError, ConfigError) as error:
+        raise SystemExit(str(error)) from None
 
 
 if __name__ == "__main__":

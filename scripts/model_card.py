@@ -15,12 +15,13 @@ import reference_corpus as corpus
 import torch
 import torch.nn.functional as F
 import training_loop
+from context_use import whole
 from train_reference import DATA, SHIPPED, Recipe, bits_per_byte, load_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quicksilver.data.windows import encode
 from quicksilver.models.loading import LEFT_OUT
-from quicksilver.runtime import architecture_of
+from quicksilver.runtime import ConfigError, architecture_of
 
 CONTEXT_TOKENS = 512  # of a window, or fewer where the model takes no more
 POSITIONS = (1, 17, 65, 129, 257, 385, 512)  # at which the loss by position is cut
@@ -66,9 +67,9 @@ def depth_profile(model: PreTrainedModel, windows: torch.Tensor) -> tuple[list[f
 
 
 def card(name: str, folder: Path, data_root: Path) -> str:
-    """The card as markdown, by model_card.md.jinja; takes minutes."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer, text = load_tokenizer(folder), corpus.held_out_texts(data_root)
+    """The card as markdown, by model_card.md.jinja; takes minutes. Raises ConfigError or FileNotFoundError: no weights, or no text."""
+    text = corpus.held_out_texts(data_root)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(whole(folder), dtype=torch.float32).eval(), load_tokenizer(folder)
     training = json.loads((folder / "training.json").read_text())
     recipe = Recipe.from_saved(training["recipe"])
     context = min(CONTEXT_TOKENS, recipe.context_tokens)
@@ -99,7 +100,10 @@ def main() -> None:
     folder = args.folder / args.name
     if not (folder / "training.json").is_file():
         raise SystemExit(f"{folder} has no training.json: train it first, with scripts/train_reference.py {args.name}.")
-    (folder / "README.md").write_text(card(args.name, folder, args.data_root))
+    try:
+        (folder / "README.md").write_text(card(args.name, folder, args.data_root))
+    except (FileNotFoundError, ConfigError) as error:
+        raise SystemExit(str(error)) from None
     print(folder / "README.md")
 
 

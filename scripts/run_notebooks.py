@@ -48,6 +48,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     parser.add_argument("notebooks", nargs="*", type=Path, help="some only")
     arguments = parser.parse_args()
+    if missing := [str(path) for path in arguments.notebooks if not path.is_file()]:
+        sys.exit(f"run_notebooks: there is no {', '.join(missing)}. Give notebooks such as {FOLDER.name}/NAME.ipynb.")
     failed = 0
     for path in arguments.notebooks or sorted(FOLDER.glob("*.ipynb")):
         try:

@@ -1,6 +1,6 @@
 """Measure what the package ships for its reference models: percentiles of their signals.
 
-python scripts/ship_calibrations.py                      all embedded models, a few minutes each
+python scripts/ship_calibrations.py                      all embedded models with weights, a few minutes each
 python scripts/ship_calibrations.py reference-llama
 
 Writes quicksilver/modules/calibrations/NAME.json. With it `Halting(tau_drift="p25")` needs no file
@@ -17,10 +17,11 @@ from quicksilver.models.loading import EMBEDDED
 from quicksilver.modules.calibration import SHIPPED_CALIBRATIONS, calibrate
 from quicksilver.runs.config import compose
 from quicksilver.runs.context import RunContext
+from quicksilver.runtime.errors import QuickSilverError
 
 
 def main(arguments: Sequence[str]) -> int:
-    for name in arguments or sorted(folder.name for folder in EMBEDDED.glob("*/")):
+    for name in arguments or sorted({weights.parent.name for weights in EMBEDDED.glob("*/*.safetensors")}):
         config, place = compose([f"model={name}", "dataset=python-docs"]), RunContext()
         text, windows = place.text(config, "calibration"), place.windows(config, "calibration").ids
         found = calibrate(place.model(config).model, windows, source={"model": name, "text": text.source})
@@ -35,4 +36,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except QuickSilverError as error:
+        sys.exit(f"ship_calibrations: {error}")

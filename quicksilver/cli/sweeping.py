@@ -188,9 +188,8 @@ class Composed:
 def _settings(overrides: Sequence[str], extra_dirs: Sequence[Path]) -> DictConfig:
     """The section `hydra` of a sweep's config, composed of the words that are the same in every run."""
     check_words(overrides, extra_dirs)
-    same = [word for word in overrides if not is_swept(word)]
-    if any(is_swept(word) for word in overrides if word.startswith("modules=")):
-        same = [word for word in same if not word.lstrip("+~").startswith("modules.")]
+    inside = tuple(f"{word.partition('=')[0]}." for word in overrides if is_swept(word))  # keys that some choices lack
+    same = [word for word in overrides if not is_swept(word) and not word.lstrip("+~").startswith(inside)]
     settings: DictConfig = with_settings(same, extra_dirs).hydra
     return settings
 

@@ -30,7 +30,7 @@ class ModelConfig:
         attn_implementation: `sdpa` or `eager` of transformers, or `blocks`, for narrow heads on a CPU (runtime/block_attention.py).
         parallel: `tensor`: the model is cut among the processes that torchrun started; `tensor:2`: among two each, and the pairs share the
             windows; null: every process has all of it.
-        adapter: `my_family.MyArchitecture`, the class of a file of one's own that knows a family the package does not
+        adapter: `my_family.MyFamilyArchitecture`, the class of a file of one's own that knows a family the package does not
             (docs/adding-a-family.md); null: the package's.
     """
 

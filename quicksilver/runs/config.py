@@ -47,6 +47,8 @@ MOST_THREADS = 1024  # beyond this the libraries do not refuse, they abort
 GREATEST_SEED = 2**32 - 1  # what every generator takes
 GREATEST_NUMBER = 2**63 - 1  # what json readers, pandas and torch hold
 MOST_NODES = 100_000  # values of a yaml
+_OF_NULL = (AssertionError, AttributeError)  # OmegaConf's, of a key in a section that is null
+_OF_A_SECTION = re.compile(r"[+~]*dataset\.(task|tagger)(\.|=\{)")
 REFUSALS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 CHOICES: dict[str, Sequence[str]] = {
@@ -208,7 +210,7 @@ def composed(overrides: Sequence[str], extra_dirs: Sequence[Path] = ()) -> DictC
         for override in values:
             OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
         return cfg
-    except REFUSALS:
+    except (*REFUSALS, *_OF_NULL):
         return by_hydra(overrides, folders)
 
 
@@ -229,6 +231,16 @@ def with_settings(overrides: Sequence[str], extra_dirs: Sequence[Path]) -> DictC
         cfg = hydra_compose("run", list(overrides), return_hydra_config=True)
     except REFUSALS as error:
         raise ConfigError(explain(error, overrides, extra_dirs)) from error
+    except _OF_NULL as error:
+        inside = {word: found[1] for word in overrides if (found := _OF_A_SECTION.match(word))}
+        others = [word for word in overrides if word not in inside]
+        dataset: Any = with_settings(others, extra_dirs).dataset if inside else None
+        for word, section in inside.items():
+            if dataset[section] is None:
+                other = {"task": "sst2", "tagger": "wikitext103-tagged"}[section]
+                remedy = f"Leave it out, or choose one that has, dataset={other}"
+                raise ConfigError(f"{word}: the dataset {dataset.name} has no {section}. {remedy}.") from error
+        raise
     for key, target in _called(OmegaConf.to_container(cfg.hydra, resolve=False), "hydra"):
         if target.split(".")[0] not in ("hydra", "hydra_plugins", "logging", "colorlog"):
             raise ConfigError(f"{key}={target} is not called: only what comes with Hydra may stand there.")

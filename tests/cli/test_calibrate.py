@@ -1,5 +1,6 @@
 """What is measured and fitted on calibration text: `calibrate` measures once; `fit` and `schedule` cut the windows they are asked for."""
 
+import shlex
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,17 +52,19 @@ def test_maps_and_schedules_are_of_the_windows_that_are_asked_for(
     described = {"name": "own", "reader": "text", "form": "raw", "files": files}
     (tmp_path / "dataset" / "own.yaml").write_text(yaml.safe_dump(described))
     shared = ["--config-dir", str(tmp_path), "text=[python-docs,own]", "protocol.window_tokens=64", "protocol.prompt_tokens=48"]
-    shared += [f"results_dir={tmp_path}"]
+    results = tmp_path / "my results"
+    shared += [f"results_dir={results}"]
     printed = prints("fit", *shared, "layers=[9]", "windows=32", "distill=1", "threads=1").out
-    assert ", 1 thread" in (tmp_path / "translators" / "far-gpt2.cost.json").read_text()
-    path = tmp_path / "translators" / "far-gpt2.layer9.safetensors"
+    assert ", 1 thread" in (results / "translators" / "far-gpt2.cost.json").read_text()
+    path = results / "translators" / "far-gpt2.layer9.safetensors"
     assert Translator.load(path).provenance["text"]["window_tokens"] == 64
-    assert unsaid(printed, "\nown: 16 windows", "save=0.4 text=[python-docs,own] translators=") == []
+    assert "\nown: 16 windows" in printed
+    assert {shared[-1], "save=0.4", shared[2], f"translators=[{path}]"} < {*shlex.split(printed.splitlines()[-1])}
     printed = prints("schedule", *shared, f"translators=[{path}]", "save=0.3", "windows=2").out
-    found = yaml.safe_load((tmp_path / "translators" / "far-gpt2.schedules.yaml").read_text())["schedules"][30]
+    found = yaml.safe_load((results / "translators" / "far-gpt2.schedules.yaml").read_text())["schedules"][30]
     assert found["saved_pct"] >= 30
     assert round(48 * found["schedule"]["drop_share"], 3) % 1 == 0  # whole tokens of a prompt of 48
-    assert "protocol.prompt_tokens=48" in printed
+    assert {"protocol.prompt_tokens=48", shared[-1], "modules=[predicted_kv]"} < {*shlex.split(printed.splitlines()[-1])}
     # Windows of the choice are cut from those that the maps were not fitted on; longer ones would have some of the fitted text.
     longer = [word.replace("tokens=64", "tokens=96") for word in shared]
     said = prints("schedule", *longer, f"translators=[{path}]", "save=0.3", code=2).err

@@ -36,4 +36,5 @@ def test_what_it_writes_passes_its_own_tests_is_run_and_is_not_written_over(
         assert console.main(["new", *wrong.split(), f"folder={tmp_path}"]) == 2
     assert {path: path.read_bytes() for path in before} == before
     assert "is there already" in capsys.readouterr().err
+    assert f"  cd '{tmp_path / 'a folder'}'\n" in prints("new", "module", "there", f"folder={tmp_path / 'a folder'}").out
     assert "  cd " not in prints("new", "module", "here").out  # it is the present folder

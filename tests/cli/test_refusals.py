@@ -26,6 +26,12 @@ COMMANDS = [
     ("run modules=[halting,halting]", ["names halting twice"]),
     ("fit layers=[99]", ["layers=[99]", "from 0 to"]),
     ("fit layers=[9] dataset=books", ["dataset=books", "text=[…]"]),
+    *(
+        (f"fit lens=true {word}", [f"{word} is of translators"])
+        for word in ("control=mean", "distill=1", "mlp=[1]", "layers=[9]")
+    ),
+    ("fit control=nosuch", ["control='nosuch' is not one of shuffled, mean"]),
+    ("fit text=[]", ["text=[] names no text"]),
     ("dev fly", ["fly", "keep"]),
     ("dev keep model=gpt2", ["model=gpt2", "quicksilver dev keep takes results_dir=FOLDER"]),
     ("dev completion fish", ["bash, or zsh"]),
@@ -37,6 +43,7 @@ COMMANDS = [
     ("budget save=30", ["save[0]=30", "give save=0.3 for 30%"]),
     ("calibrate text=/no/such.txt", ["/no/such.txt"]),
     ("calibrate modules=[halting]", ["modules=[halting]", "dense"]),
+    ("calibrate last_queries=4", ["last_queries=4", "add kv=true"]),
     *(
         (f"{line} output=/dev/null/x{file}", ["output=/dev/null/x: nothing can be written there"])
         for line, file in (
@@ -51,6 +58,7 @@ COMMANDS = [
     ("fit protocol.window_tokens=256 text=[python-docs] distill=1", ["protocol.prompt_tokens=448", "at most 254"]),
     ("demo model=gpt2-large", ["reference-gpt2, reference-llama"]),
     ("demo text=short", ["text has"]),
+    ("demo new_tokens=5000", ["new_tokens=5000: give at most 992"]),
     ("demo save=0.97", ["saves at most"]),
     ("reproduce", ["table 11", "all"]),
     ("reproduce table", ["which table"]),
@@ -59,6 +67,8 @@ COMMANDS = [
     ("reproduce table 99", ["no table 99", "Tables: 1, 2/8/12, 3, ", " 11, "]),
     ("reproduce table 22", ["no table 22 in", "There is a figure 22.", "Tables: 1, "]),
     ("reproduce table 11 model=gpt5", ["model=gpt5", "reference-gpt2", "llama2-7b"]),
+    ("reproduce table 4 dataset.task.examples=40", ["dataset.task.examples=40: the dataset python-source has no task"]),
+    ("time table 5", ["table 5 has no times"]),
     ("reproduce table 11 protocol=all", ["protocol=all", "quicksilver run"]),
     ("reproduce table 11 modules.halting.tau_drift=p10", ["modules.halting.tau_drift=p10", "quicksilver run"]),
     ("reproduce table 11 dataset.windows=4", ["dataset.windows=4", "at least 8"]),

@@ -25,6 +25,7 @@ from quicksilver.records.record import record_frame
 from quicksilver.records.store import Draft, Store
 from quicksilver.report import sweep_status
 from quicksilver.report.sweep_status import Board
+from quicksilver.runs.config import hydra_started
 from quicksilver.runs.sweep import Manifest, Sweep, SweepRun, claimed, labels
 from quicksilver.runtime.errors import QuickSilverError
 
@@ -439,6 +440,14 @@ def test_a_list_of_datasets_may_have_one_s_own(words, tmp_path, sweep, way):
     (tmp_path / "mine" / "dataset" / "my-own.yaml").write_text(mine)
     said = sweep(*words, "dataset=file,my-own", "plan=true", *way.format(tmp_path / "mine").split()).out
     assert unsaid(said, "| my-own |", "2 runs") == []
+
+
+def test_a_key_that_only_the_swept_datasets_have_is_left_to_the_runs():
+    words = ["dataset=sst2,rte", "dataset.task.examples=40"]
+    with hydra_started():
+        runs = sweeping.runs_of(words, sweeping._settings(words, []), [])
+    assert [differing for _, differing in runs] == [("dataset=sst2",), ("dataset=rte",)]
+    assert all(words[1] in run for run, _ in runs)
 
 
 def test_the_command_of_a_sweep_can_be_typed():

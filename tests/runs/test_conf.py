@@ -130,6 +130,12 @@ MISTAKES = {
     "model.dtype=null": ["model.dtype=null: needs a value"],
     "model.dtype=float3": ["Did you mean float32", "bfloat16"],
     "dataset.part=validation": ["dataset.part=validation", "test, calibration"],
+    "dataset.task.examples=40": ["dataset.task.examples=40: the dataset python-source has no task", "dataset=sst2"],
+    "+dataset.task.examples=40": ["+dataset.task.examples=40: the dataset python-source has no task"],
+    "dataset.task={examples:40}": ["the dataset python-source has no task"],
+    "dataset=sst2 dataset.task.examples=40 dataset.tagger.name=auto": [
+        "dataset.tagger.name=auto: the dataset sst2 has no tagger"
+    ],
     "execution=maskd": ["Did you mean masked"],
     "dataset.windows=0": ["dataset.windows=0 is out of range: at least 1"],
     "measure.latency.repeats=2": ["measure.latency.repeats=2 must be a whole number of at least 3"],

@@ -285,10 +285,21 @@ def test_committed_results_are_on_the_page():
     assert all(f"## {title}" in page for title, _, _ in benchmark.PICTURES.values())
 
 
+@pytest.mark.parametrize(("place", "shown"), [
+    ({"section": "none", "dtype": "float32"}, "none | float32"), ({"section": "kernels", "of": "1 x 4 x 8"}, "kernels | 1 x 4 x 8"),
+    ({"section": "letters", "rounds": 5}, "letters"),
+], ids=["runtime", "quantization", "lm_eval"])  # fmt: skip
+def test_findings_of_each_benchmark_are_shown_with_what_they_have(tmp_path, place, shown):
+    row = benchmark.shared.finding(place, "said", [2.0, 1.0, 3.0], None, noise_floor=0.01)
+    (tmp_path / "benchmark.json").write_text(json.dumps({"options": {}, "findings": [row]}))
+    assert f"| {shown} | said | 2 | 1 to 3 |" in benchmark.markdown(tmp_path)
+
+
 @pytest.mark.parametrize(("words", "said"), [
     ("runtime --only everything", "everything"), ("runtime --new-tokens 1", "new-tokens: 1: give a number of at least 2"),
     ("runtime --repeats 2", "repeats: 2: give a number of at least 3"), ("scaling --batch many", "batch: 'many' is no whole number"),
     ("break_even --rates nan", "rates: nan: give a number"), ("all --minutes -1", "minutes: -1: give a number of at least 0"),
+    ("scaling --fixed-layers 1", "fixed-layers: 1: give a number of at least 2"), ("scaling --layers 1", "layers: 1: give a number of at least 2"),
 ])  # fmt: skip
 def test_a_bad_option_is_one_line(words, said, capsys):
     with pytest.raises(SystemExit):
@@ -296,6 +307,18 @@ def test_a_bad_option_is_one_line(words, said, capsys):
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", ["runtime --only none", "quantization --only decode"])
+def test_heads_that_do_not_divide_the_width_are_refused(tmp_path, words):
+    with pytest.raises(ConfigError, match="--width 64 --heads 3: the width must be a multiple"):
+        benchmark.main([*words.split(), "--width=64", "--heads=3", f"--output={tmp_path / 'found.json'}"])
+
+
+def test_without_lm_eval_one_line_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ConfigError, match=r"lm_eval needs lm_eval.*, which is not installed: pip install"):
+        benchmark.main(["lm_eval", "--output", str(tmp_path / "found.json")])
 
 
 @pytest.mark.parametrize("word", ["minutes=nan", "minutes=-1", "minutes=inf", "only=[]", "only=[nothing]"])

@@ -85,6 +85,8 @@ class Demo(Command):
         model, tokenizer = loaded.model, loaded.tokenizer
         ids = tokenizer(" ".join((self.text or _paragraphs()).split()), return_tensors="pt")["input_ids"]
         most = model.config.max_position_embeddings - self.new_tokens
+        if most < 32:
+            raise ConfigError(f"new_tokens={self.new_tokens}: give at most {most + self.new_tokens - 32}.")
         if not 32 <= ids.shape[1] <= most:
             raise ConfigError(f"text has {ids.shape[1]} tokens: give 32 to {most}.")
         prompt = 3 * ids.shape[1] // 4

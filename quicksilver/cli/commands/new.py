@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -258,11 +259,11 @@ class New(Command):
             print(path)
         test = next(path for path in files if path.name.startswith("test_"))
         # A table's results belong below the present folder.
-        steps = [] if kind == "table" or folder == Path.cwd() else [f"cd {folder}"]
+        steps = [] if kind == "table" or folder == Path.cwd() else [f"cd {shlex.quote(str(folder))}"]
         steps += [] if find_spec("pytest") else ["pip install pytest"]
-        steps += [f"python -m pytest {test if kind == 'table' else test.name}"]
+        steps += [f"python -m pytest {shlex.quote(str(test)) if kind == 'table' else test.name}"]
         if kind == "table" and folder != experiments_folder().resolve():
-            steps += [f"mv {next(iter(files))} {experiments_folder()}"]  # where `reproduce` looks
+            steps += [shlex.join(["mv", str(next(iter(files))), str(experiments_folder())])]  # where `reproduce` looks
         steps += [Template(NEXT[kind]).substitute(said)]
         print("\n  ".join(["\nChange them, and type", *steps]))
         return 0

@@ -183,6 +183,8 @@ class Time(Command):
         jobs = reproduction.jobs_of(artefact, self.overrides, answers, to_run=False)
         found = reproduction.recorded(artefact, jobs, Store(base.results_dir, base.records), None, answers)
         there = {one.record.fingerprint: job for one, job in zip(found, jobs, strict=True) if one.record and has_time(one.record)}
+        if not there and not any(map(_is_timed, jobs)):
+            raise ConfigError(f"{artefact.kind} {artefact.number} has no times: none of its rows is timed. Table 11 has.")
         if not there:
             asked = reproduction.command_of(artefact, self.overrides)
             raise ConfigError(f"{artefact.kind} {artefact.number} has no row with a record that was timed: {asked}")
@@ -217,6 +219,17 @@ class Time(Command):
                 results[fingerprint] = measure.run(bench)
         name = reproduction.name_of(artefact.name, base, self.overrides)
         return TimedProcess(name, started, machine(), self.rounds, results).write(Path(base.results_dir))
+
+
+def _is_timed(job: Job) -> bool:
+    """Whether its run reads a clock; also of one that cannot be composed."""
+    from quicksilver.runs.config import compose
+    from quicksilver.runs.parts import is_on
+
+    with suppress(ConfigError):
+        config = compose(job.overrides)
+        return config.execution == "compact" and is_on("latency", config.measure.get("latency"))
+    return True
 
 
 @dataclass

@@ -151,6 +151,8 @@ class Calibrate(Command):
         from quicksilver.modules.signals import AttentionReceived
         from quicksilver.runs.context import RunContext, torch_threads
 
+        if self.last_queries != Calibrate.last_queries and not self.kv:
+            raise ConfigError(f"last_queries={self.last_queries} is of what kv=true measures: add kv=true, or leave it out.")
         config, context = self._of_file(compose(self.overrides)), RunContext()
         if config.modules:
             raise ConfigError(f"modules=[{','.join(config.modules)}]: calibrate measures the dense model; leave modules out.")
@@ -211,7 +213,7 @@ class Fit(Command):
     ridge: Annotated[float, check_positive] = key("0.003", "penalty, as a multiple of the mean of the diagonal", 3e-3)
     distill: Count = key("0", "then so many steps of Adam on KL to the dense logits", 0)
     lens: bool = key("false", "true: a lens instead, for halting with entropy=tuned_lens", False)
-    control: str | None = key("NAME", "shuffled | mean: what a translator must beat")
+    control: Literal["shuffled", "mean"] | None = key("NAME", "shuffled | mean: what a translator must beat")
     dtype: Literal["float32", "float16", "bfloat16"] = key("float16", "of the written weights", "float16")
     output: str | None = key("FOLDER", "default: results_dir/translators")
 
@@ -219,6 +221,9 @@ class Fit(Command):
         from quicksilver.runs.context import torch_threads
 
         config = compose(self.overrides)
+        for name in ("control", "distill", "mlp", "layers"):
+            if self.lens and getattr(self, name):
+                raise ConfigError(f"{name}={getattr(self, name)} is of translators: leave it out, or leave out lens=true.")
         if self.neurons and not self.mlp:
             raise ConfigError(f"neurons={self.neurons} stay in linear MLPs: give their layers, mlp=[1,2,3].")
         if self.distill and self.mlp and len(self.layers) != 1:
@@ -228,9 +233,9 @@ class Fit(Command):
         for path in [*written, *([maps] if maps else [])]:
             print(f"{'mlp_maps' if path == maps else 'translator'}={path} ({path.stat().st_size / 1e6:.2f} MB)")
         if not (self.lens or self.control):
-            given = f"{_without_modules(self.overrides)} save=0.4 text=[{','.join(self.text)}]"
-            given += f" mlp_maps={maps}" if maps else ""
-            print(f"Choose who stops where:\n  quicksilver schedule {given} translators=[{','.join(map(str, written))}]")
+            given = [*_without_modules(self.overrides), "save=0.4", f"text=[{','.join(self.text)}]"]
+            given += [*([f"mlp_maps={maps}"] if maps else []), f"translators=[{','.join(map(str, written))}]"]
+            print(f"Choose who stops where:\n  quicksilver schedule {shlex.join(given)}")
         return 0
 
     def fit(self, config: RunConfig) -> tuple[list[Path], Path | None]:
@@ -370,12 +375,12 @@ class Schedule(Command):
         rule = "chosen by KL to dense on calibration text, by the rule of docs/predicted-kv.md (quicksilver schedule)"
         write_atomically(path, f"# {config.model.name}: {rule}.\n{yaml.safe_dump(content, sort_keys=False)}".encode())
         print(f"Written: {path}")
-        given = _without_modules(self.overrides)
+        given = [*_without_modules(self.overrides), "protocol=continuation", "modules=[predicted_kv]"]
         if self.output or config.model.name in shipped_with_schedules():
-            given += f" modules.predicted_kv.schedule={path}"  # no run would look there
+            given += [f"modules.predicted_kv.schedule={path}"]  # no run would look there
         print("Measure it, beside its null:")
         for share in self.save:
-            print(f"  quicksilver run {given} protocol=continuation modules=[predicted_kv] modules.predicted_kv.save={share:g}")
+            print(f"  quicksilver run {shlex.join([*given, f'modules.predicted_kv.save={share:g}'])}")
 
 
 def _output(given: str | None, otherwise: Path) -> Path:
@@ -408,8 +413,8 @@ def _say(one: Candidate) -> None:
     print(f"  {one.schedule!s:<28} saves {one.saved_pct:5.2f}%  KL {one.kl_nats:.4f} ± {one.kl_error:.4f} nats", flush=True)
 
 
-def _without_modules(overrides: Iterable[str]) -> str:
-    return " ".join(word for word in overrides if not word.startswith("modules"))
+def _without_modules(overrides: Iterable[str]) -> list[str]:
+    return [word for word in overrides if not word.startswith("modules")]
 
 
 def bar(what: str, unit: str = "batch") -> Any:
@@ -433,6 +438,8 @@ def calibration_half(
     from quicksilver.data.windows import check_context
     from quicksilver.fitting.fit import fit_text
 
+    if not datasets:
+        raise ConfigError("text=[] names no text: give one dataset or more, text=[python-docs].")
     window_tokens, prompt_tokens = config.protocol.window_tokens, config.protocol.prompt_tokens
     extra_dirs, words = searched(overrides)
     if ignored := [word for word in words if word.lstrip("+").startswith(("dataset=", "dataset."))]:

@@ -346,10 +346,14 @@ class Deciding:
                 if store.entries is not None:
                     self._merge(merging, layer, store, forward)
                 elif merging.merge_cache(self._empty_view(layer, store, forward)) is not None:
-                    store.unmerged_from, store.merged = store.seen, True
+                    store.unmerged_from = store.changed_at = store.seen
             for evicting in self.evicting:
                 if store.entries is not None:
                     self._evict(evicting, layer, store, forward)
+        stores = [store for store in cache.layers if isinstance(store, CacheLayer)]
+        changed_at = max(store.changed_at for store in stores)
+        for store in stores:
+            store.changed_at = changed_at
 
     def _merge(self, policy: MergePolicy, layer: int, store: CacheLayer, forward: Forward) -> None:
         with self._counted(policy, forward):

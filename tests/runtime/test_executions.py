@@ -19,6 +19,7 @@ from quicksilver.modules import Halting, KVSkipping, TokenFusion
 from quicksilver.modules.kernels import BlockAttention
 from quicksilver.runtime import MISSING_KV, LayerView, QuickSilverError, TokenState, apply
 from quicksilver.runtime.architecture import architecture_of
+from quicksilver.runtime.errors import UnsupportedModelError
 
 EVEN = Batch((tuple(range(1, 17)), tuple(range(40, 24, -1))))
 
@@ -188,6 +189,21 @@ def test_every_execution_and_attention_gives_the_same(name: str) -> None:
     for blocks, execution in itertools.product(([], [BlockAttention(block=3)]), ("compact", "masked")):
         found = tiny.forward(model, batch, [*deepcopy(modules), *blocks], chunks=chunks, execution=execution).logits
         torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+@pytest.mark.parametrize(
+    "module", [TokenFusion(rule="capacity", fused_share=0.5, **{**MERGES, "decode_every": 2}), HeavyHitter(heavy=2, recent=3)]
+)
+def test_a_refused_crop_leaves_every_layer_as_it_was(module: Any, execution: str) -> None:
+    model = tiny.load("llama")
+    with apply(model, [deepcopy(module)], execution=execution):
+        cache = model(tiny.ids(1, 12, 3), use_cache=True).past_key_values
+        for token in tiny.ids(4, 1, 5):
+            model(token[None], past_key_values=cache, use_cache=True)
+        with tiny.refused("last 3 cached columns cannot be taken back", UnsupportedModelError):
+            cache.crop(-3)
+        assert [layer.get_seq_length() for layer in cache.layers] == [16] * tiny.LAYERS
 
 
 @pytest.mark.parametrize("execution", ["compact", "masked"])

@@ -163,7 +163,7 @@ def test_a_cache_reads_as_what_it_was_given_however_it_keeps_it(seed, group, cur
             batch *= 2
             for layer in filter(None, (*layers, plain)):
                 layer.batch_repeat_interleave(2)
-        elif operation == "crop" and not (packed.merged or packed.evicted_at):
+        elif operation == "crop" and not packed.changed_at:
             n = draw.randint(0, packed.seen)
             for layer in filter(None, (*layers, plain)):
                 layer.crop(-n)

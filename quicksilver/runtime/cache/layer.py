@@ -41,8 +41,8 @@ class CacheLayer(DynamicLayer):
         storage: keeps K and V, in its `keys` and `values` where it has them so.
         entries, is_entry, lengths, length, facts, can_append: of the storage.
         seen: columns of input seen, padding and skipped tokens included.
-        unmerged_from: columns seen when the prompt ended, or when entries were last merged; merged: whether any were.
-        evicted_at: columns seen when entries last left.
+        unmerged_from: columns seen when the prompt ended, or when entries were last merged.
+        changed_at: columns seen when entries were last merged or left, in this layer or another of its cache.
         continues: tokens of this pass are put behind what there is, though the layer lacks others.
     """
 
@@ -59,8 +59,8 @@ class CacheLayer(DynamicLayer):
 
     def _forget(self) -> None:
         self.storage: Storage = DenseColumns() if self.kind == "masked" else DenseRows()
-        self.seen = self.unmerged_from = self.evicted_at = 0
-        self.merged = self.continues = False
+        self.seen = self.unmerged_from = self.changed_at = 0
+        self.continues = False
         self._real_seen: torch.Tensor | None = None
         self._uncounted_real = 0
 
@@ -184,13 +184,13 @@ class CacheLayer(DynamicLayer):
     def merge(self, into: torch.Tensor, quantize_dequantize: QuantizeDequantize | None = None) -> None:
         """Merge entries, as `merge_entries` says; into: (B, K) long, columns of `padded`."""
         self.storage.merge(into, quantize_dequantize)
-        self.unmerged_from, self.merged = self.seen, True
+        self.unmerged_from = self.changed_at = self.seen
 
     @phase("write_kv")
     def evict(self, gone: torch.Tensor) -> None:
         """Let entries go for good; gone: (B, K) bool, columns of `padded`."""
         self.storage.keep_only(self.is_entry & ~gone)
-        self.evicted_at = self.seen
+        self.changed_at = self.seen
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         real_seen = self.real_seen
@@ -210,7 +210,7 @@ class CacheLayer(DynamicLayer):
         """Forget the last `-tokens_to_remove` columns (transformers gives a negative number).
 
         Raises:
-            UnsupportedModelError: entries to be forgotten were merged with others, or others made way for them.
+            UnsupportedModelError: in a layer of the cache entries to be forgotten were merged with others, or others made way for them.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number.")
@@ -218,18 +218,15 @@ class CacheLayer(DynamicLayer):
         real_seen = self.real_seen
         if n == 0:
             return
-        if self.entries is None or real_seen is None:  # columns of which none has an entry here
-            self.seen, self._real_seen = self.seen - n, None if real_seen is None else real_seen - n
-            return
-        if self.merged and self.seen - n < self.unmerged_from:
+        if self.seen - n < self.changed_at:  # before anything is cut: a cache is cropped layer by layer
             raise UnsupportedModelError(
-                f"The last {n} cached columns reach into K/V entries that were merged, and cannot be taken back: decode without "
+                f"The last {n} cached columns cannot be taken back: K/V entries were merged or left the cache after them. Decode without "
                 "speculation, or set decode_every=0."
             )
-        if self.seen - n < self.evicted_at:
-            raise UnsupportedModelError(
-                f"The last {n} cached columns cannot be taken back: K/V entries left the cache after them. Decode without speculation."
-            )
+        if self.entries is None or real_seen is None:  # columns of which none has an entry here
+            self.seen, self._real_seen = self.seen - n, None if real_seen is None else real_seen - n
+            self.unmerged_from = min(self.unmerged_from, self.seen)
+            return
         self._real_seen = real_seen - n  # the last columns of a sequence are never padding
         self.seen -= n
         self.unmerged_from = min(self.unmerged_from, self.seen)

@@ -304,7 +304,7 @@ def test_merged_entries_are_means_by_size_in_both_caches(seed: int, n: int) -> N
                 for got, states in ((k, keys), (v, values)):
                     torch.testing.assert_close(got[row, :, column], (states[row, :, parts] * share[:, None]).sum(1))
     if bool((into != torch.arange(n)).any()):
-        with tiny.refused(r"last 1 cached columns reach into.*decode_every=0", UnsupportedModelError):
+        with tiny.refused(r"last 1 cached columns cannot be taken back.*decode_every=0", UnsupportedModelError):
             ragged.crop(-1)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -338,19 +338,15 @@ class Deciding:
     @phase("decide")
     def about_cache(self, cache: Cache, forward: Forward) -> None:
         """Ask which entries become one, after every pass but the first, and which leave the cache, after every pass."""
-        for layer, store in enumerate(cache.layers):
-            assert isinstance(store, CacheLayer)
+        stores = cast(list[CacheLayer], cache.layers)
+        for layer, store in enumerate(stores):
             if forward.seen == 0:
                 store.unmerged_from = store.seen
             for merging in self.merging if forward.seen else ():
-                if store.entries is not None:
-                    self._merge(merging, layer, store, forward)
-                elif merging.merge_cache(self._empty_view(layer, store, forward)) is not None:
-                    store.unmerged_from = store.changed_at = store.seen
+                self._merge(merging, layer, store, forward)
             for evicting in self.evicting:
                 if store.entries is not None:
                     self._evict(evicting, layer, store, forward)
-        stores = [store for store in cache.layers if isinstance(store, CacheLayer)]
         changed_at = max(store.changed_at for store in stores)
         for store in stores:
             store.changed_at = changed_at
@@ -359,6 +355,9 @@ class Deciding:
         with self._counted(policy, forward):
             into = policy.merge_cache(self._cache_view(layer, store, forward))
         if into is None:
+            return
+        if store.entries is None:  # nothing to merge; the columns since the last merge are counted as in any other layer
+            store.unmerged_from = store.changed_at = store.seen
             return
         slots = store.storage.stored_entries["slots"]
         by_slot = torch.arange(store.seen, device=slots.device).repeat(forward.batch, 1)
@@ -375,26 +374,23 @@ class Deciding:
         forward.decisions.evictions.append(Eviction(layer, _by_slot(store, gone, by_slot)))
         store.evict(gone)
 
-    def _empty_view(self, layer: int, store: CacheLayer, forward: Forward) -> CacheView:
-        """Of a layer without entries, which counts the columns since the last merge as any other does: one column that is no entry."""
-        arch, n_seen = self.machine.arch, store.real_seen
+    def _cache_view(self, layer: int, store: CacheLayer, forward: Forward) -> CacheView:
+        """What a policy is shown of a layer's entries; of one without any, a column that is none."""
+        arch, entries, n_seen = self.machine.arch, store.entries, store.real_seen
         assert n_seen is not None
         none = torch.zeros_like(n_seen)
-        return CacheView(
-            layer=layer, n_layers=arch.n_layers, pass_index=forward.index, slots=none, present=none.bool(), size=none.float() + 1,
-            n_seen=n_seen, n_new=store.seen - store.unmerged_from,
-            read_keys=lambda: none.new_zeros((forward.batch, arch.n_kv_heads, 1, arch.head_dim), dtype=arch.model.dtype),
-        )  # fmt: skip
+        slots, present = (none, none.bool()) if entries is None else (entries["slots"], store.is_entry)
 
-    def _cache_view(self, layer: int, store: CacheLayer, forward: Forward) -> CacheView:
-        entries, n_seen = store.storage.stored_entries, store.real_seen
-        slots = entries["slots"]
-        assert n_seen is not None
+        def keys() -> torch.Tensor:
+            if entries is None:
+                return none.new_zeros((forward.batch, arch.n_kv_heads, 1, arch.head_dim), dtype=arch.model.dtype)
+            return arch.ranks.all_heads(store.storage.stored_rows[0])
+
+        known = entries or {}
         return CacheView(
-            layer=layer, n_layers=self.machine.arch.n_layers, pass_index=forward.index, slots=slots, present=store.is_entry,
-            size=entries.get("size", torch.ones_like(slots, dtype=torch.float32)), n_seen=n_seen,
-            n_new=store.seen - store.unmerged_from, read_keys=lambda: self.machine.arch.ranks.all_heads(store.storage.stored_rows[0]),
-            attention=entries.get("attention"),
+            layer=layer, n_layers=arch.n_layers, pass_index=forward.index, slots=slots, present=present,
+            size=known.get("size", torch.ones_like(slots, dtype=torch.float32)), n_seen=n_seen, n_new=store.seen - store.unmerged_from,
+            read_keys=keys, attention=known.get("attention"),
         )  # fmt: skip
 
 
